@@ -1,0 +1,1 @@
+"""Measurements. None of them is a test; each prints a table and can write JSON."""

@@ -1,0 +1,1 @@
+"""From a batch to conditioning tensors. One module per kind of condition, shared by the families."""

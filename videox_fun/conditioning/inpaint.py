@@ -1,0 +1,84 @@
+"""Image and inpaint conditions of the Wan families.
+
+The denoiser sees, on its channels after the noisy latents, a four-channel mask (1 = known) and the latents of the video
+with the unknown pixels set to mid grey. Four mask channels hold the four pixel frames behind one latent frame; the first
+latent frame stands for one pixel frame, whose mask is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+FRAMES_PER_LATENT = 4
+
+
+def pack_mask(mask_BFCHW: torch.Tensor) -> torch.Tensor:
+    """Group a pixel mask by latent frames: ``[B, F, 1, H, W]`` to ``[B, 4, T, H, W]``."""
+    mask_BCFHW = mask_BFCHW.transpose(1, 2)
+    first = mask_BCFHW[:, :, :1].repeat_interleave(FRAMES_PER_LATENT, dim=2)
+    grouped = torch.cat([first, mask_BCFHW[:, :, 1:]], dim=2)
+    batch, _, frames, height, width = grouped.shape
+    if frames % FRAMES_PER_LATENT:
+        raise ValueError(f"A mask of {mask_BFCHW.shape[1]} frames does not fit the latents: 4k+1 frames are needed.")
+    return grouped.view(batch, frames // FRAMES_PER_LATENT, FRAMES_PER_LATENT, height, width).transpose(1, 2)
+
+
+def resize_mask(mask_BCTHW: torch.Tensor, *, size: tuple[int, int, int]) -> torch.Tensor:
+    """Resize to latent size ``(T, h, w)``; the first frame is resized by itself, as the VAE encodes it by itself."""
+    frames, height, width = size
+    first = F.interpolate(mask_BCTHW[:, :, :1], size=(1, height, width), mode="trilinear", align_corners=False)
+    if frames == 1:
+        return first
+    rest = F.interpolate(mask_BCTHW[:, :, 1:], size=(frames - 1, height, width), mode="trilinear",
+                         align_corners=False)
+    return torch.cat([first, rest], dim=2)
+
+
+def drop_fully_masked(mask: torch.Tensor, *, drop: float = 0.9) -> list[float]:
+    """Per sample 1.0, or 0.0 for most samples that have nothing known: those train plain text-to-video.
+
+    Draws from numpy's global generator, once for each fully masked sample.
+    """
+    fully_masked = mask.flatten(1).ne(0).all(dim=1).tolist()
+    return [0.0 if full and np.random.rand() < drop else 1.0 for full in fully_masked]
+
+
+def inpaint_channels(
+    mask: torch.Tensor, masked_pixels: torch.Tensor, keep: list[float], *, latents: torch.Tensor,
+    encode: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The channels after the noisy latents: ``[B, 4 + C, T, h, w]``.
+
+    Args:
+        mask: ``[B, F, 1, H, W]``, 1 = to be generated.
+        masked_pixels: ``[B, F, 3, H, W]`` in [-1, 1], unknown pixels 0.
+        keep: factor per sample from :func:`drop_fully_masked`.
+        latents: clean latents, for size and type.
+        encode: pixels to sampled latents.
+    """
+    known = resize_mask(1.0 - pack_mask(mask.to(latents.dtype)), size=tuple(latents.shape[2:]))
+    channels = torch.cat([known, encode(masked_pixels)], dim=1)
+    factors = torch.tensor(keep, dtype=latents.dtype).to(latents.device, non_blocking=True)
+    return channels * factors.view(-1, 1, 1, 1, 1)
+
+
+@torch.no_grad()
+def clip_context(
+    images_BHWC: torch.Tensor, *, encoder: torch.nn.Module, dtype: torch.dtype, drop: float, rng: np.random.Generator
+) -> torch.Tensor:
+    """CLIP features of the condition frame, ``[B, 257, D]``; each sample's are zeroed with probability ``drop``.
+
+    Pixels pass through 8 bits, as a picture given at inference does. With ``drop`` 0 nothing is drawn.
+    """
+    features = []
+    for image in images_BHWC:
+        pixels = image.to(torch.uint8).permute(2, 0, 1).to(torch.float32).div_(255).sub_(0.5).div_(0.5)
+        feature = encoder([pixels[:, None].to(dtype)])
+        if drop and rng.choice([True, False], p=[drop, 1.0 - drop]):
+            feature = torch.zeros_like(feature)
+        features.append(feature)
+    return torch.cat(features)

@@ -1,0 +1,278 @@
+"""From items to a batch: one size and one frame count for all, and the tensors a mode needs.
+
+``BucketCollate`` first draws the batch's geometry (``draw_plan``), then shapes each example and hands it to the
+*fields*, small callables that add what a mode needs: inpainting masks, control clips, camera rays, references. Draws
+happen in a fixed order (size, crop ratio, then per example reference frame and mask), because runs are compared draw
+by draw. Everything here is picklable: it runs in loader workers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from videox_fun.data.geometry import (
+    ASPECT_RATIO_512,
+    ASPECT_RATIO_RANDOM_CROP_512,
+    ASPECT_RATIO_RANDOM_CROP_PROB,
+    candidate_sizes,
+    cover_size,
+    downsample_ratios,
+    first_heavy,
+    floor_to,
+    frames_of_sizes,
+    get_closest_ratio,
+    legal_frames,
+    nearest_heavy,
+    scaled,
+    token_sizes,
+)
+from videox_fun.data.transforms import prepare_frames
+
+Example = dict[str, Any]
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CollateRules:
+    """The flags that decide a batch's size. ``first_ratio_prob`` and ``ratio_draw_from_rng`` differ by script.
+
+    Attributes:
+        size_near_token: half of the token-length draws go to the size nearest ``token_sample_size`` (control scripts).
+        per_example_aspect: each example is resized by its own aspect ratio instead of the first example's.
+    """
+
+    video_sample_size: int
+    image_sample_size: int
+    token_sample_size: int
+    n_frames: int
+    temporal_ratio: int = 4
+    size_quantum: int = 16
+    random_hw_adapt: bool = False
+    token_length: bool = False
+    random_ratio_crop: bool = False
+    fix_sample_size: Size | None = None
+    first_ratio_prob: float = 0.90
+    ratio_draw_from_rng: bool = False
+    size_near_token: bool = False
+    per_example_aspect: bool = True
+
+    @property
+    def target_token_length(self) -> int:
+        return self.n_frames * self.token_sample_size**2
+
+    def sizes(self) -> list[int]:
+        return token_sizes(self.video_sample_size, self.image_sample_size)
+
+    def frames_of_size(self, size: int) -> float:
+        frames = frames_of_sizes(
+            [size],
+            token_length=self.target_token_length,
+            n_frames=self.n_frames,
+            temporal_ratio=self.temporal_ratio,
+        )
+        return frames[size]
+
+    def image_shrinks(self) -> list[float]:
+        return downsample_ratios(self.image_sample_size, [self.image_sample_size / self.video_sample_size])
+
+    def video_shrinks(self) -> list[float]:
+        return downsample_ratios(self.video_sample_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all examples of a batch share."""
+
+    crop_to: Size
+    frames: int
+    first_size: Size
+    stretch: bool = False
+    resize_by_first: bool = False
+
+    def resize_to(self, height: int, width: int) -> Size:
+        """The size an example of ``height x width`` is resized to before the middle is cut out."""
+        if self.stretch:
+            return self.crop_to
+        return cover_size(*(self.first_size if self.resize_by_first else (height, width)), self.crop_to)
+
+
+Field = Callable[[Example, torch.Tensor, Plan, dict[str, list]], None]
+
+
+class BucketCollate:
+    """Collate for items of raw frames (``enable_bucket``). ``rng`` is the step's own generator."""
+
+    def __init__(
+        self, rules: CollateRules, *, rng: np.random.Generator | None, fields: Sequence[Field] = ()
+    ) -> None:
+        self.rules = rules
+        self.rng = rng
+        self.fields = tuple(fields)
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        plan = self.draw_plan(examples)
+        lists: dict[str, list] = defaultdict(list)
+        for example in examples:
+            frames = example["pixel_values"]
+            pixels = prepare_frames(
+                frames[: plan.frames], resize_to=plan.resize_to(*frames.shape[1:3]), crop_to=plan.crop_to
+            )
+            lists["pixel_values"].append(pixels)
+            lists["text"].append(example["text"])
+            lists["idx"].append(example.get("idx"))
+            if "file_name" in example:
+                lists["file_name"].append(example["file_name"])
+            for field in self.fields:
+                field(example, pixels, plan, lists)
+        return {"target_token_length": self.rules.target_token_length, **stack_lists(lists)}
+
+    # -- draws -------------------------------------------------------------------------------------------------------
+    def draw_plan(self, examples: Sequence[Example]) -> Plan:
+        first = examples[0]["pixel_values"]
+        height, width = first.shape[1:3]
+        if examples[0].get("data_type") == "image":
+            base, wanted = self._draw_image_base(), self.rules.n_frames + self.rules.temporal_ratio
+        else:
+            base, wanted = self._draw_video_base(examples)
+        crop_to = self._draw_size(base, height, width)
+        shortest = min(len(example["pixel_values"]) for example in examples)
+        return Plan(
+            crop_to=crop_to,
+            frames=legal_frames(shortest, wanted, self.rules.temporal_ratio),
+            first_size=(height, width),
+            stretch=self.rules.fix_sample_size is not None,
+            resize_by_first=not self.rules.per_example_aspect and not self.rules.random_ratio_crop,
+        )
+
+    def _draw_image_base(self) -> float:
+        shrink = self._draw_shrink(self.rules.image_shrinks()) if self.rules.random_hw_adapt else 1.0
+        return self.rules.image_sample_size / shrink
+
+    def _draw_video_base(self, examples: Sequence[Example]) -> tuple[float, float]:
+        rules = self.rules
+        wanted = rules.n_frames + rules.temporal_ratio
+        if not rules.random_hw_adapt:
+            return rules.video_sample_size, wanted
+        if not rules.token_length:
+            return rules.video_sample_size / self._draw_shrink(rules.video_shrinks()), wanted
+        sides = [np.mean(example["pixel_values"].shape[1:3]) for example in examples]
+        candidates = candidate_sizes(rules.sizes(), float(np.min(sides)))
+        weights = nearest_heavy(candidates, rules.token_sample_size) if rules.size_near_token else None
+        size = int(self._draw(candidates, weights))
+        return size, rules.frames_of_size(size)
+
+    def _draw_shrink(self, ratios: Sequence[float]) -> float:
+        return float(self._draw(ratios, first_heavy(len(ratios), self.rules.first_ratio_prob)))
+
+    def _draw(self, choices: Sequence[Any], weights: Sequence[float] | None) -> Any:
+        source = self.rng if self.rules.ratio_draw_from_rng and self.rng is not None else np.random
+        return source.choice(choices, p=weights)
+
+    def _draw_size(self, base: float, height: int, width: int) -> Size:
+        rules = self.rules
+        if rules.fix_sample_size is not None:
+            return floor_to(rules.fix_sample_size, rules.size_quantum)
+        if rules.random_ratio_crop:
+            source = self.rng if self.rng is not None else np.random
+            key = source.choice(list(ASPECT_RATIO_RANDOM_CROP_512), p=ASPECT_RATIO_RANDOM_CROP_PROB)
+            return floor_to(scaled(ASPECT_RATIO_RANDOM_CROP_512, base)[str(key)], rules.size_quantum)
+        size, _ = get_closest_ratio(height, width, ratios=scaled(ASPECT_RATIO_512, base))
+        return floor_to(size, rules.size_quantum)
+
+
+def stack_lists(lists: dict[str, list]) -> dict[str, Any]:
+    """Tensors stacked, everything else kept as a list."""
+    return {key: torch.stack(value) if _all_tensors(value) else value for key, value in lists.items()}
+
+
+def _all_tensors(values: list) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+#: Keys with one entry per frame.
+FRAME_KEYS = ("pixel_values", "control_pixel_values", "control_camera_values", "mask", "mask_pixel_values")
+
+
+class PlainCollate:
+    """Collate for items of one size (no buckets): tensors are stacked, clips cut to the shortest legal length."""
+
+    def __init__(self, *, temporal_ratio: int = 4, upstream_compat: bool = False) -> None:
+        self.temporal_ratio = temporal_ratio
+        self.upstream_compat = upstream_compat
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        lists: dict[str, list] = defaultdict(list)
+        for example in examples:
+            for key, value in example.items():
+                if value is not None:
+                    lists[key].append(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        if not self.upstream_compat and "pixel_values" in lists:
+            frames = legal_frames(min(map(len, lists["pixel_values"])), float("inf"), self.temporal_ratio)
+            for key in FRAME_KEYS:
+                if key in lists:
+                    lists[key] = [value[:frames] for value in lists[key]]
+        return stack_lists(lists)
+
+
+class TextEncodingCollate:
+    """Another collate, with its captions encoded here (``enable_text_encoder_in_dataloader``).
+
+    The encoder runs on the CPU: in loader workers a GPU cannot be used. By default the numbers are those of the normal
+    path: padding is masked and each caption is cut to its own length. ``upstream_compat`` passes no mask and keeps the
+    padding.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[Sequence[Example]], dict[str, Any]],
+        *,
+        tokenizer: Any,
+        text_encoder: torch.nn.Module,
+        max_length: int,
+        upstream_compat: bool = False,
+    ) -> None:
+        devices = {tensor.device.type for tensor in text_encoder.parameters()} - {"cpu"}
+        if devices:
+            raise ValueError(
+                f"--enable_text_encoder_in_dataloader needs the text encoder on the CPU, it is on {devices.pop()}: "
+                "loader workers cannot use a GPU of the main process. Keep it on the CPU or drop the flag."
+            )
+        self.inner = inner
+        self.tokenizer = tokenizer
+        self.text_encoder = text_encoder
+        self.max_length = max_length
+        self.upstream_compat = upstream_compat
+
+    @property
+    def rng(self) -> np.random.Generator | None:
+        return getattr(self.inner, "rng", None)
+
+    @rng.setter
+    def rng(self, value: np.random.Generator) -> None:
+        self.inner.rng = value  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        batch = self.inner(examples)
+        tokens = self.tokenizer(
+            list(batch["text"]),
+            padding="max_length",
+            max_length=self.max_length,
+            truncation=True,
+            add_special_tokens=True,
+            return_tensors="pt",
+        )
+        ids, mask = tokens.input_ids, tokens.attention_mask
+        if self.upstream_compat:
+            hidden = self.text_encoder(ids)[0]
+            return {**batch, "encoder_attention_mask": mask, "encoder_hidden_states": hidden}
+        hidden = self.text_encoder(ids, attention_mask=mask)[0]
+        lengths = mask.sum(dim=1).tolist()
+        trimmed = [row[:length] for row, length in zip(hidden, lengths, strict=True)]
+        return {**batch, "encoder_attention_mask": mask, "encoder_hidden_states": trimmed}

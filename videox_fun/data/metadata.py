@@ -1,0 +1,316 @@
+"""Annotation files: reading, checking, and keeping the rows.
+
+Rows come from ``.json`` (a list of objects), ``.jsonl``, ``.csv`` or a folder of media with side-car ``NAME.txt``
+captions, always read as UTF-8. Every row is checked before anything else is loaded: a missing or misspelt key, an
+empty value or an impossible size is reported with the row number and the nearest valid key. The kind of a row follows
+its file: a still is a picture and a clip is a video, whatever ``type`` says or does not say.
+
+Rows are kept as JSON text in one byte array (``RowStore``), not as Python objects: worker processes then share the
+memory, because reading a row touches no reference count of the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from videox_fun.data.decode import fs_path, media_kind
+
+logger = logging.getLogger(__name__)
+
+FORMATS = (".json", ".jsonl", ".csv")
+_SHOWN = 10  # problems listed in one message
+
+#: Names that other projects use, and what they are called here.
+_OTHER_NAMES = {
+    "caption": "text", "prompt": "text", "description": "text", "captions": "text",
+    "path": "file_path", "file": "file_path", "video": "file_path", "image": "file_path", "filename": "file_path",
+    "video_path": "file_path", "image_path": "file_path", "file_name": "file_path", "media": "file_path",
+    "control": "control_file_path", "control_video": "control_file_path", "media_type": "type", "kind": "type",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """The keys that a dataset class reads."""
+
+    required: tuple[str, ...] = ("file_path", "text")
+    optional: tuple[str, ...] = ("type", "width", "height", "control_file_path", "object_file_path")
+    nullable: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+
+TEXT_SCHEMA = RowSchema(required=("text",), optional=())
+FILE_SCHEMA = RowSchema(required=("file_path",), optional=("text", "type", "width", "height"))
+CONTROL_SCHEMA = RowSchema(
+    required=("file_path", "text", "control_file_path"),
+    optional=("type", "width", "height", "object_file_path"),
+    nullable=("control_file_path",),
+)
+
+
+class RowStore(Sequence):
+    """An immutable list of row dictionaries in compact form."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        encoded = [json.dumps(row).encode("ascii") for row in rows]
+        self._ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._order = np.arange(len(encoded))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        row = self._order[index]
+        start = self._ends[row - 1] if row else 0
+        return json.loads(self._bytes[start : self._ends[row]].tobytes())
+
+    def source_row(self, index: int) -> int:
+        """The row of the annotation file that item ``index`` comes from."""
+        return int(self._order[index])
+
+    @property
+    def source_rows(self) -> int:
+        return len(self._ends)
+
+    def reordered(self, order: Sequence[int]) -> RowStore:
+        """Another view: item ``i`` is row ``order[i]`` of the file (rows may repeat)."""
+        view = object.__new__(RowStore)
+        view._ends, view._bytes, view._order = self._ends, self._bytes, np.asarray(order, dtype=np.int64)
+        return view
+
+
+def is_video(row: dict[str, Any]) -> bool:
+    return row.get("type", "image") == "video"
+
+
+def repeat_videos(rows: RowStore, video_repeat: int) -> RowStore:
+    """All pictures once, then all videos ``video_repeat`` times; 0 keeps the rows as they are."""
+    if video_repeat <= 0:
+        return rows
+    kinds = [is_video(row) for row in rows]
+    pictures = [index for index, video in enumerate(kinds) if not video]
+    videos = [index for index, video in enumerate(kinds) if video]
+    return rows.reordered(pictures + videos * video_repeat)
+
+
+def load_rows(
+    path: str | Path, *, schema: RowSchema = RowSchema(), upstream_compat: bool = False
+) -> RowStore:
+    """Read and check an annotation file (or a folder). Raises ``ValueError`` that names rows, keys and fixes."""
+    source = str(path)
+    location = Path(source)
+    if location.is_dir():
+        return RowStore(rows_of_folder(location))
+    if not location.is_file():
+        raise ValueError(_not_found(location))
+    rows, where = _read(location)
+    if not rows:
+        raise ValueError(f"{source}: the annotation file has no rows")
+    problems = check_rows(rows, schema=schema, where=where)
+    if problems and (not upstream_compat or len({line.split(":")[0] for line in problems}) == len(rows)):
+        raise ValueError(_list(f"{source}: {len(problems)} problem(s) in the annotation file", problems))
+    for line in problems:
+        logger.warning("%s: %s", source, line)
+    if not upstream_compat:
+        _follow_the_file(rows, where)
+    return RowStore(rows)
+
+
+def _read(location: Path) -> tuple[list[Any], Callable[[int], str]]:
+    suffix = location.suffix.lower()
+    with open(fs_path(location), encoding="utf-8-sig", newline="") as handle:
+        if suffix == ".csv":
+            return [_drop_blank_cells(row) for row in csv.DictReader(handle)], lambda index: f"row {index + 1}"
+        if suffix == ".jsonl":
+            return _read_jsonl(location, handle)
+        if suffix != ".json":
+            raise ValueError(
+                f"{location}: annotation files end with {', '.join(FORMATS)}, not {suffix!r}{_near(location)}"
+            )
+        try:
+            rows = json.load(handle)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{location}: not valid JSON at line {error.lineno}: {error.msg}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{location}: a .json annotation is a list of objects, this file holds a {type(rows).__name__}")
+    return rows, lambda index: f"row {index + 1}"
+
+
+def _read_jsonl(location: Path, lines: Iterable[str]) -> tuple[list[Any], Callable[[int], str]]:
+    rows, numbers = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{location}: line {number} is not valid JSON: {error.msg}") from error
+        numbers.append(number)
+    return rows, lambda index: f"row {index + 1} (line {numbers[index]})"
+
+
+def _drop_blank_cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A blank csv cell means that the value is absent; a blank caption is a caption."""
+    return {key: value for key, value in row.items() if key == "text" or (key is not None and value not in ("", None))}
+
+
+def check_rows(
+    rows: Sequence[Any], *, schema: RowSchema, where: Callable[[int], str] = lambda index: f"row {index + 1}"
+) -> list[str]:
+    """One line per problem, each with the row, the key and what to write instead."""
+    problems: list[str] = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            problems.append(f"{where(index)}: is a {type(row).__name__}, expected an object with {schema.required}")
+            continue
+        problems.extend(f"{where(index)}: {text}" for text in _row_problems(row, schema))
+    _warn_misspelt(rows, schema, where)
+    return problems
+
+
+def _row_problems(row: dict[str, Any], schema: RowSchema) -> Iterator[str]:
+    unknown = [key for key in row if key not in schema.known]
+    for key in schema.required:
+        if key not in row:
+            guess = [name for name in unknown if _nearest(name, schema) == key]
+            hint = f"; found {guess[0]!r}, rename it to {key!r}" if guess else ""
+            yield f"the key {key!r} is missing{hint} (keys of this row: {', '.join(map(repr, row)) or 'none'})"
+        elif row[key] is None and key not in schema.nullable:
+            yield f"{key!r} is null" + ('; write "" for an empty caption' if key == "text" else "")
+        elif key == "file_path" and not (isinstance(row[key], str) and row[key].strip()):
+            yield f"{key!r} must be a path, got {row[key]!r}"
+        elif key == "text" and not isinstance(row[key], str):
+            yield f"{key!r} must be a string, got {row[key]!r}"
+    for key in ("width", "height"):
+        if row.get(key) not in (None, "") and to_size(row[key]) is None:
+            yield f"{key!r} must be a positive whole number, got {row[key]!r} (or leave it out: the file is probed)"
+    objects = row.get("object_file_path")
+    if objects is not None and not (isinstance(objects, list) and all(isinstance(item, str) for item in objects)):
+        yield f"'object_file_path' must be a list of paths, got {objects!r}"
+
+
+def to_size(value: Any) -> int | None:
+    """A pixel count from a number or a numeric string."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if number > 0 and number == int(number) else None
+
+
+def _nearest(name: str, schema: RowSchema) -> str | None:
+    other = _OTHER_NAMES.get(str(name).lower())
+    if other in schema.known:
+        return other
+    close = difflib.get_close_matches(str(name).lower(), schema.known, n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def _warn_misspelt(rows: Sequence[Any], schema: RowSchema, where: Callable[[int], str]) -> None:
+    """Unknown keys are allowed (people keep notes in rows); those that look like a slip are named once."""
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        for key in row if isinstance(row, dict) else ():
+            if key in schema.known or key in seen:
+                continue
+            seen.add(key)
+            guess = _nearest(key, schema)
+            if guess is not None and guess not in row:
+                logger.warning("%s: unknown key %r is ignored; did you mean %r?", where(index), key, guess)
+
+
+def _follow_the_file(rows: list[dict[str, Any]], where: Callable[[int], str]) -> None:
+    changed: dict[str, list[str]] = {}
+    for index, row in enumerate(rows):
+        kind = media_kind(row["file_path"]) if "file_path" in row else None
+        if kind is None:
+            continue
+        given = row.get("type")
+        if given is not None and given != kind:
+            changed.setdefault(f"type {given!r} for a {kind} file: treated as {kind}", []).append(where(index))
+        row["type"] = kind
+    for what, rows_named in changed.items():
+        logger.warning("%s, e.g. %s (%d row(s))", what, rows_named[0], len(rows_named))
+
+
+def rows_of_folder(folder: Path) -> list[dict[str, Any]]:
+    """Rows from a folder (searched recursively): each picture or clip with its ``NAME.txt`` caption."""
+    media, strays = scan_folder(folder)
+    if strays:
+        logger.info("%s: %d other file(s) ignored, e.g. %s", folder, len(strays), strays[0].name)
+    captions = {path: path.with_suffix(".txt") for path in media}
+    without = [path.name for path, caption in captions.items() if not caption.is_file()]
+    if not media:
+        raise ValueError(f"{folder}: no pictures or videos in this folder")
+    if without:
+        videos = sum(media_kind(path) == "video" for path in media)
+        raise ValueError(
+            f"{folder}: found {videos} video(s) and {len(media) - videos} picture(s), but {len(without)} of them have "
+            f"no caption: expected e.g. {Path(without[0]).with_suffix('.txt').name} beside {without[0]}. Write the "
+            "captions, or give an annotation file (.json, .jsonl, .csv) to --train_data_meta."
+        )
+    return [
+        {"file_path": str(path), "text": captions[path].read_text("utf-8-sig").strip(), "type": media_kind(path)}
+        for path in media
+    ]
+
+
+def scan_folder(folder: Path) -> tuple[list[Path], list[Path]]:
+    """``(media files, other files)`` below a folder, sorted; hidden files and captions are neither."""
+    media: list[Path] = []
+    strays: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        if media_kind(path) is not None and not path.name.startswith("."):
+            media.append(path)
+        elif path.suffix.lower() != ".txt":
+            strays.append(path)
+    return media, strays
+
+
+def explain_missing_meta(train_data_dir: str | None) -> str:
+    """Why a run without ``--train_data_meta`` cannot start, with what was found in the data folder."""
+    text = "--train_data_meta is not given"
+    if train_data_dir and Path(train_data_dir).is_dir():
+        media, _ = scan_folder(Path(train_data_dir))
+        videos = sum(media_kind(path) == "video" for path in media)
+        text += (
+            f"; {train_data_dir} holds {videos} video(s) and {len(media) - videos} picture(s). To use them, put a "
+            f"NAME.txt caption beside each and pass --train_data_meta {train_data_dir}, or write an annotation file "
+            'like [{"file_path": "a.mp4", "text": "a caption", "type": "video"}]'
+        )
+    return text
+
+
+def _not_found(location: Path) -> str:
+    return f"annotation file not found: {location}{_near(location)}"
+
+
+def _near(location: Path) -> str:
+    folder = location.parent
+    if not folder.is_dir():
+        return f" (the folder {folder} does not exist)"
+    names = [path.name for path in folder.iterdir() if path.suffix.lower() in FORMATS]
+    close = difflib.get_close_matches(location.name, names, n=3, cutoff=0.5) or sorted(names)[:3]
+    return f"; did you mean {', '.join(str(folder / name) for name in close)}?" if close else ""
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return title + ":\n  " + "\n  ".join(lines[:_SHOWN]) + more

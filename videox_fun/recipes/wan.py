@@ -1,0 +1,222 @@
+"""Wan 2.1: text-to-video, image-to-video and the Fun inpaint models.
+
+``--train_mode normal`` trains text-to-video. Every other mode conditions on a mask, the masked video and CLIP features
+of the first frame. All parts are files below the model folder; their names come from the configuration file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from videox_fun.conditioning import inpaint, text
+from videox_fun.data.module import DataModule, DataOptions, build_data
+from videox_fun.recipes.base import Recipe
+from videox_fun.training.context import Components, Conditioning, NoiseSchedule, RunContext
+
+logger = logging.getLogger(__name__)
+
+MASK_CHANNELS = 4
+_LATENT_CHANNELS = 16
+
+
+def section(config: Any, name: str) -> dict[str, Any]:
+    """A mapping of the configuration file as plain values, empty when absent."""
+    from omegaconf import OmegaConf
+
+    part = config.get(name)
+    return OmegaConf.to_container(part) if part is not None else {}
+
+
+def flow_schedule(config: Any) -> NoiseSchedule:
+    """The shifted linear table that training draws from: index 0 is pure noise, there is no trailing zero."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    from videox_fun.utils.utils import filter_kwargs
+
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        **filter_kwargs(FlowMatchEulerDiscreteScheduler, section(config, "scheduler_kwargs"))
+    )
+    return NoiseSchedule(scheduler.timesteps.clone(), scheduler.sigmas[: len(scheduler.timesteps)].clone())
+
+
+def existing(path: Path, *, key: str) -> Path:
+    """``path``, or ``ValueError`` naming the configuration key and what lies beside it."""
+    if path.exists():
+        return path
+    folder = next((parent for parent in path.parents if parent.is_dir()), None)
+    nearby = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) if folder else "nothing"
+    raise ValueError(f"'{path}' ({key} of the configuration file) does not exist; {folder} holds: {nearby}.")
+
+
+class WanRecipe(Recipe):
+    """Wan 2.1 and its Fun variants, for the plain and the LoRA scripts."""
+
+    def root(self, ctx: RunContext) -> Path:
+        return Path(ctx.args.pretrained_model_name_or_path)
+
+    def transformer_folder(self, ctx: RunContext) -> Path:
+        subpath = section(ctx.config, "transformer_additional_kwargs").get("transformer_subpath", "transformer")
+        return self.root(ctx) / subpath
+
+    def conditioned(self, ctx: RunContext) -> bool:
+        """Whether the denoiser sees an image or a masked video."""
+        return ctx.args.train_mode != "normal"
+
+    # ---- before weights -------------------------------------------------------------------------------------------
+
+    def check(self, ctx: RunContext) -> None:
+        folder = existing(self.transformer_folder(ctx), key="transformer_additional_kwargs.transformer_subpath")
+        for group, key in (("vae_kwargs", "vae_subpath"), ("text_encoder_kwargs", "text_encoder_subpath"),
+                           ("text_encoder_kwargs", "tokenizer_subpath")):
+            self._part(ctx, group, key)
+        if self.conditioned(ctx):
+            self._part(ctx, "image_encoder_kwargs", "image_encoder_subpath")
+        config_file = existing(folder / "config.json", key="the transformer's config.json")
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        found = config.get("in_dim", config.get("in_channels"))
+        wanted = _LATENT_CHANNELS + (MASK_CHANNELS + _LATENT_CHANNELS if self.conditioned(ctx) else 0)
+        if found is not None and found != wanted:
+            other = "--train_mode normal" if found == _LATENT_CHANNELS else "--train_mode inpaint"
+            if found not in (_LATENT_CHANNELS, 2 * _LATENT_CHANNELS + MASK_CHANNELS):
+                other = "the control training script"
+            raise ValueError(
+                f"{config_file}: the model takes {found} input channels, but --train_mode {ctx.args.train_mode} "
+                f"feeds {wanted}. Use {other}, or other weights."
+            )
+
+    def _part(self, ctx: RunContext, group: str, key: str) -> Path:
+        subpath = section(ctx.config, group).get(key, key.removesuffix("_subpath"))
+        return existing(self.root(ctx) / subpath, key=f"{group}.{key}")
+
+    def data(self, ctx: RunContext) -> DataModule:
+        options, vae = ctx.spec.options, section(ctx.config, "vae_kwargs")
+        return build_data(
+            DataOptions.from_args(
+                ctx.args, inpaint=self.conditioned(ctx), temporal_ratio=vae.get("temporal_compression_ratio", 4),
+                mask_image_start_only=options["mask_image_start_only"],
+                first_ratio_prob=options["first_ratio_prob"], ratio_draw_from_rng=options["ratio_draw_from_rng"],
+                worker_seeding=options["worker_seeding"],
+            ),
+            rank=ctx.rank, world=ctx.world, rng=ctx.rng.numpy,
+        )
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def load(self, ctx: RunContext) -> Components:
+        from transformers import AutoTokenizer
+
+        text_kwargs = section(ctx.config, "text_encoder_kwargs")
+        components = Components(
+            tokenizer=AutoTokenizer.from_pretrained(
+                self._part(ctx, "text_encoder_kwargs", "tokenizer_subpath"), local_files_only=True
+            ),
+            text_encoder=self._text_encoder(ctx, text_kwargs),
+            vae=self._vae(ctx),
+            image_encoder=self._image_encoder(ctx) if self.conditioned(ctx) else None,
+            denoiser=self._transformer(ctx),
+            schedule=flow_schedule(ctx.config),
+        )
+        for module in (*components.frozen().values(), components.denoiser):
+            module.requires_grad_(False)
+        return components
+
+    def _transformer(self, ctx: RunContext) -> nn.Module:
+        from videox_fun.models.loading import load_overrides
+        from videox_fun.models.wan_transformer3d import WanTransformer3DModel
+
+        # Upstream always passes the weights through bfloat16; a float32 run then starts from rounded weights.
+        dtype = torch.bfloat16 if ctx.compat else ctx.weight_dtype
+        model = WanTransformer3DModel.from_pretrained(
+            str(self.transformer_folder(ctx)),
+            transformer_additional_kwargs=section(ctx.config, "transformer_additional_kwargs"), torch_dtype=dtype,
+            strict=True, allow_partial=ctx.args.allow_partial_load,
+        ).to(ctx.weight_dtype)
+        if ctx.args.transformer_path:
+            load_overrides(model, ctx.args.transformer_path, flag="--transformer_path",
+                           allow_partial=ctx.args.allow_partial_load)
+        return model
+
+    def _vae(self, ctx: RunContext) -> nn.Module:
+        from videox_fun.models.wan_vae import AutoencoderKLWan
+
+        path = ctx.args.vae_path or self._part(ctx, "vae_kwargs", "vae_subpath")
+        vae = AutoencoderKLWan.from_pretrained(str(path), additional_kwargs=section(ctx.config, "vae_kwargs"))
+        return vae.eval().to(ctx.weight_dtype)
+
+    def _text_encoder(self, ctx: RunContext, kwargs: dict[str, Any]) -> nn.Module:
+        from videox_fun.models.wan_text_encoder import WanT5EncoderModel
+
+        path = self._part(ctx, "text_encoder_kwargs", "text_encoder_subpath")
+        encoder = WanT5EncoderModel.from_pretrained(
+            str(path), additional_kwargs=kwargs, low_cpu_mem_usage=True, torch_dtype=ctx.weight_dtype
+        )
+        return encoder.eval()
+
+    def _image_encoder(self, ctx: RunContext) -> nn.Module:
+        from videox_fun.models.wan_image_encoder import CLIPModel
+
+        path = self._part(ctx, "image_encoder_kwargs", "image_encoder_subpath")
+        return CLIPModel.from_pretrained(str(path)).eval().to(ctx.weight_dtype)
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def loader(self, ctx: RunContext, components: Components, data: DataModule):
+        if ctx.args.enable_text_encoder_in_dataloader:
+            ctx.residency.keep_on_host(components.text_encoder)
+            data.collate_fn = text.EncodingCollate(
+                data.collate_fn, tokenizer=components.tokenizer, text_encoder=components.text_encoder,
+                max_length=ctx.args.tokenizer_max_length, untrimmed=ctx.compat,
+            )
+        return super().loader(ctx, components, data)
+
+    @torch.no_grad()
+    def condition(self, ctx: RunContext, components: Components, batch: dict) -> Conditioning:
+        """Draw order: text-only flags (numpy), VAE posteriors of clip and condition (torch), CLIP drops (``rng``)."""
+        conditioned = self.conditioned(ctx)
+        keep = inpaint.drop_fully_masked(batch["mask"]) if conditioned else []
+        inputs: dict[str, Any] = {}
+        with ctx.residency.use(components.vae, components.image_encoder):
+            latents = self._encode(ctx, components, batch["pixel_values"])
+            if conditioned:
+                inputs["y"] = inpaint.inpaint_channels(
+                    batch["mask"], batch["mask_pixel_values"], keep, latents=latents,
+                    encode=lambda pixels: self._encode(ctx, components, pixels),
+                )
+                inputs["clip_fea"] = inpaint.clip_context(
+                    batch["clip_pixel_values"], encoder=components.image_encoder, dtype=ctx.weight_dtype,
+                    drop=ctx.spec.options["clip_drop"], rng=ctx.rng.numpy,
+                )
+        return Conditioning(latents, self._prompts(ctx, components, batch), inputs)
+
+    def _encode(self, ctx: RunContext, components: Components, pixels_BFCHW: torch.Tensor) -> torch.Tensor:
+        from videox_fun.models.wan_vae import encode_videos
+
+        pixels_BCFHW = pixels_BFCHW.to(ctx.weight_dtype).transpose(1, 2)
+        return encode_videos(components.vae, pixels_BCFHW, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
+
+    def _prompts(self, ctx: RunContext, components: Components, batch: dict) -> Any:
+        ready = text.batch_prompts(batch, device=ctx.device, dtype=ctx.weight_dtype, untrimmed=ctx.compat)
+        if ready is not None:
+            return ready
+        with ctx.residency.use(components.text_encoder):
+            return text.encode_prompts(
+                batch["text"], tokenizer=components.tokenizer, text_encoder=components.text_encoder,
+                max_length=ctx.args.tokenizer_max_length, device=ctx.device,
+            )
+
+    def predict(
+        self, ctx: RunContext, model: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor,
+        conditioning: Conditioning,
+    ) -> torch.Tensor:
+        _, _, frames, height, width = noisy.shape
+        with ctx.autocast():
+            return model(
+                x=noisy, context=conditioning.text, t=timesteps, seq_len=-(-frames * height * width // 4),
+                **conditioning.inputs,
+            )

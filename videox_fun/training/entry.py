@@ -1,0 +1,66 @@
+"""From a command line to a finished run.
+
+The command line is parsed before anything heavy is imported, so ``--help`` and a misspelt flag answer at once. Whatever
+can be refused is refused in the order of its cost: flags, configuration, model folder, dataset, weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from videox_fun.training.flags import parse_args
+from videox_fun.training.specs import ScriptSpec, get_spec
+
+logger = logging.getLogger(__name__)
+
+#: Exit code after a user's mistake, as argparse uses it.
+EXIT_USAGE = 2
+
+
+def main(script_id: str, argv: Sequence[str] | None = None) -> int:
+    """Run one training script. Returns the process's exit code."""
+    spec = get_spec(script_id)
+    args = parse_args(spec, argv)
+    _configure_logging()
+    try:
+        trainer = build_trainer(spec, args)
+        trainer.setup()
+    except ValueError as error:
+        if os.environ.get("VIDEOX_TRACEBACK"):
+            raise
+        logger.error("%s", error)
+        logger.info("Set VIDEOX_TRACEBACK=1 to see where this was found.")
+        _leave_group()
+        return EXIT_USAGE
+    return trainer.run()
+
+
+def build_trainer(spec: ScriptSpec, args: argparse.Namespace):
+    """The trainer of a parsed command line, with nothing loaded yet."""
+    import importlib
+
+    from videox_fun.training.launch import make_context
+    from videox_fun.training.trainer import Trainer
+
+    module, _, name = spec.recipe.partition(":")
+    recipe = getattr(importlib.import_module(f"videox_fun.recipes.{module}"), name)()
+    return Trainer(make_context(spec, args), recipe)
+
+
+def _configure_logging() -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, stream=sys.stderr, force=True,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S",
+    )
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

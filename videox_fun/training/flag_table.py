@@ -1,0 +1,277 @@
+"""Every command line flag, declared once.
+
+A row is a name, one line of help and the keyword arguments of ``ArgumentParser.add_argument``. Rows lie in groups; a
+script's command line is the groups named in its ``ScriptSpec.flag_groups``, with the defaults of
+``ScriptSpec.defaults``. An entry of ``flag_groups`` that starts with ``--`` adds a single flag of any group, and one
+that starts with ``!--`` takes a single flag away, so a script that differs from its relatives by one flag needs no
+group of its own.
+
+The groups up to ``ignored`` hold the flags that scripts written for this interface already use: their names, types,
+defaults and choices are frozen by ``tests/unit/test_flags.py``. The groups ``own*`` hold this project's additions, and
+the optimization layer contributes the flags of its patches itself. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One command line flag.
+
+    Attributes:
+        name: the option string with its dashes.
+        help: one line, in words a user of the script understands.
+        kwargs: keyword arguments for ``add_argument`` (type, default, choices, nargs, action, required).
+        group: the group the row was declared in.
+        own: true for flags that are an addition of this project; an abbreviation that fits a flag of the original
+            interface keeps its meaning even when an addition starts with the same letters.
+    """
+
+    name: str
+    help: str
+    kwargs: Mapping[str, Any]
+    group: str = ""
+    own: bool = False
+
+    @property
+    def dest(self) -> str:
+        """Attribute name in the parsed namespace."""
+        return self.name.removeprefix("--")
+
+    @property
+    def takes_value(self) -> bool:
+        """False for switches."""
+        return not str(self.kwargs.get("action", "")).startswith("store_")
+
+
+Row = tuple[str, str, dict[str, Any]]
+
+
+def _switch(name: str, text: str, **kwargs: Any) -> Row:
+    return name, text, {"action": "store_true", **kwargs}
+
+
+def _value(name: str, text: str, kind: type = str, default: Any = None, **kwargs: Any) -> Row:
+    return name, text, {"type": kind, "default": default, **kwargs}
+
+
+def _words(name: str, text: str, default: Any = None, **kwargs: Any) -> Row:
+    return name, text, {"nargs": "+", "default": default, **kwargs}
+
+
+GROUP_TITLES: dict[str, str] = {
+    "model": "model files",
+    "data": "data and sampling of clips",
+    "optim": "optimizer and gradients",
+    "schedule": "length of the run, noise levels, loss",
+    "checkpoint": "checkpoints",
+    "validation": "validation during training",
+    "logging": "logging",
+    "runtime": "precision, memory, distribution",
+    "lora": "LoRA",
+    "full": "full fine-tuning",
+    "selective_ac": "fractional activation checkpointing",
+    "ignored": "accepted for compatibility, without effect",
+    "own": "additions of this project",
+    "own_lora": "additions for LoRA",
+    "own_named": "additions for full fine-tuning",
+    "patches": "optimization layer",
+}
+
+_ROWS: dict[str, tuple[Row, ...]] = {
+    "model": (
+        _value("--pretrained_model_name_or_path", "Local folder of the base model; sub-paths come from the yaml.",
+               required=True),
+        _value("--config_path", "Yaml file naming the model's parts: the one for the model's family below config/."),
+        _value("--transformer_path", "Weights loaded over the base transformer before training starts."),
+        _value("--vae_path", "Weights loaded over the base VAE."),
+        _value("--tokenizer_max_length", "Prompts are padded and cut to this many tokens.", int, 512),
+        _value("--train_mode", "Conditioning: normal (text only), inpaint, i2v, ti2v, control, control_ref, "
+               "control_camera_ref.", default="normal"),
+    ),
+    "data": (
+        _value("--train_data_dir", "Folder that relative paths in the annotation file start from."),
+        _value("--train_data_meta", "Annotation file (csv, json or jsonl): file_path, text, type, optional sizes."),
+        _value("--train_batch_size", "Clips per process and micro-step.", int, 16),
+        _value("--dataloader_num_workers", "Worker processes that decode clips; 0 decodes in the training process.",
+               int, 0),
+        _value("--video_sample_size", "Base edge length of videos, in pixels.", int, 512),
+        _value("--image_sample_size", "Base edge length of images, in pixels.", int, 512),
+        _value("--token_sample_size", "Edge length that, with the frame count, sets the token budget.", int, 512),
+        _value("--video_sample_stride", "Take every n-th frame of a video.", int, 4),
+        _value("--video_sample_n_frames", "Most frames taken from a video.", int, 17),
+        _value("--video_repeat", "Repeat video rows this many times after the image rows; 0 keeps the file's order.",
+               int, 0),
+        _value("--fix_sample_size", "Height and width for every clip (needs --enable_bucket).", int, nargs=2),
+        _switch("--enable_bucket", "Batch clips of similar aspect ratio instead of cropping squares."),
+        _switch("--random_ratio_crop", "Crop to a randomly drawn aspect ratio."),
+        _switch("--random_hw_adapt", "Randomly lower the resolution of a batch."),
+        _switch("--random_frame_crop", "Sometimes train on fewer frames of the clip."),
+        _switch("--training_with_video_token_length", "Trade resolution against frames within the token budget."),
+        _switch("--auto_tile_batch_size", "Repeat small batches 2x or 4x so that they use the token budget."),
+        _switch("--keep_all_node_same_token_length", "Draw the same clip length on all ranks in each step."),
+        _switch("--enable_text_encoder_in_dataloader", "Encode prompts while batches are collated, on the CPU."),
+    ),
+    "optim": (
+        _value("--learning_rate", "Peak learning rate.", float, 1e-4),
+        _switch("--scale_lr", "Multiply the learning rate by accumulation x batch x processes.", default=False),
+        _value("--lr_scheduler", "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, "
+               "piecewise_constant.", default="constant"),
+        _value("--lr_warmup_steps", "Optimizer steps over which the learning rate rises.", int, 500),
+        _switch("--use_8bit_adam", "AdamW with 8-bit state (bitsandbytes)."),
+        _switch("--use_came", "The CAME optimizer (came-pytorch)."),
+        _value("--adam_beta1", "AdamW: decay of the gradient average.", float, 0.9),
+        _value("--adam_beta2", "AdamW: decay of the squared-gradient average.", float, 0.999),
+        _value("--adam_weight_decay", "AdamW: decoupled weight decay.", float, 1e-2),
+        _value("--adam_epsilon", "AdamW: term added to the denominator.", float, 1e-8),
+        _value("--max_grad_norm", "Gradients are scaled down to at most this norm.", float, 1.0),
+        _switch("--use_ema", "Keep an exponential moving average of the weights."),
+    ),
+    "schedule": (
+        _value("--seed", "Seed of the run; drawn and logged when it is not given.", int),
+        _value("--num_train_epochs", "Passes over the data when --max_train_steps is not given.", int, 100),
+        _value("--max_train_steps", "Optimizer steps to run.", int),
+        _value("--gradient_accumulation_steps", "Micro-steps per optimizer step.", int, 1),
+        _value("--train_sampling_steps", "Number of noise levels that uniform sampling draws from.", int, 1000),
+        _switch("--uniform_sampling", "Draw noise levels uniformly, spread over the ranks."),
+        _value("--weighting_scheme", "Distribution of noise levels and weight of the loss.", default="none",
+               choices=["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"]),
+        _value("--logit_mean", "logit_normal: mean.", float, 0.0),
+        _value("--logit_std", "logit_normal: standard deviation.", float, 1.0),
+        _value("--mode_scale", "mode: scale.", float, 1.29),
+        _switch("--motion_sub_loss", "Mix in a loss on the differences of neighbouring latent frames."),
+        _value("--motion_sub_loss_ratio", "Share of that loss.", float, 0.25),
+    ),
+    "checkpoint": (
+        _value("--output_dir", "Folder for checkpoints, logs and samples.", default="sd-model-finetuned"),
+        _value("--checkpointing_steps", "Save every n optimizer steps.", int, 500),
+        _value("--checkpoints_total_limit", "Keep at most this many checkpoints.", int),
+        _value("--resume_from_checkpoint", "Name of a checkpoint under --output_dir, or 'latest'."),
+    ),
+    "validation": (
+        _value("--validation_prompts", "Prompts sampled during training.", nargs="+"),
+        _value("--validation_paths", "Start images or control videos, one per prompt.", nargs="+"),
+        _value("--validation_steps", "Sample every n optimizer steps.", int, 2000),
+        _value("--validation_epochs", "Sample every n epochs.", int, 5),
+    ),
+    "logging": (
+        _value("--report_to", "Tracker: tensorboard, wandb, comet_ml and others, all, or none.", default="tensorboard"),
+        _value("--logging_dir", "Tracker folder below --output_dir.", default="logs"),
+        _value("--tracker_project_name", "Project name shown by the tracker.", default="text2image-fine-tune"),
+    ),
+    "runtime": (
+        _value("--mixed_precision", "no (fp32), fp16 or bf16; the launcher's choice when not given.",
+               choices=["no", "fp16", "bf16"]),
+        _switch("--allow_tf32", "Allow TF32 matrix products on Ampere and newer."),
+        _switch("--gradient_checkpointing", "Recompute activations of each block in the backward pass."),
+        _switch("--low_vram", "Keep VAE and encoders on the CPU while the transformer runs."),
+        _value("--vae_mini_batch", "Clips encoded by the VAE at a time.", int, 32),
+        _switch("--multi_stream", "Encode the clip on a CUDA stream of its own."),
+        _switch("--use_deepspeed", "Set by the launcher when DeepSpeed is configured."),
+        _switch("--use_fsdp", "Set by the launcher when FSDP is configured."),
+        _value("--local_rank", "Set by the launcher; the environment variable LOCAL_RANK wins.", int, -1),
+    ),
+    "lora": (
+        _value("--rank", "Rank of the low-rank update.", int, 128),
+        _value("--network_alpha", "Scale of the update is alpha / rank.", int, 64),
+        _value("--target_name", "Comma list of names; linear layers whose path contains one of them are adapted."),
+        _value("--lora_skip_name", "Comma list of names; layers whose path contains one of them are left alone."),
+        _switch("--use_peft_lora", "Adapt with the PEFT library; --target_name then means exact layer names."),
+        _switch("--train_text_encoder", "Adapt the text encoder as well."),
+        _switch("--save_state", "Save a resumable state folder instead of a bare LoRA file."),
+    ),
+    "full": (
+        ("--trainable_modules", "Parameters whose name contains one of these words are trained; '.' trains all.",
+         {"nargs": "+"}),
+        _words("--trainable_modules_low_learning_rate", "Like --trainable_modules, at half the learning rate.",
+               default=[]),
+        _value("--abnormal_norm_clip_start", "Step from which gradient norms far above the limit are cut further.",
+               int, 1000),
+        _value("--initial_grad_norm_ratio", "The gradient limit starts at this multiple of --max_grad_norm.", int, 5),
+        _switch("--report_model_info", "Write gradient norms of the parameters to TensorBoard."),
+    ),
+    "selective_ac": (
+        _value("--selective_ac", "Checkpoint this share of the blocks when --gradient_checkpointing is off.", float, 0),
+    ),
+    "ignored": (
+        _value("--cache_dir", "Download cache."),
+        _value("--revision", "Hub revision."),
+        _value("--non_ema_revision", "Hub revision of raw weights."),
+        _value("--variant", "Hub weight variant."),
+        _switch("--push_to_hub", "Upload after training."),
+        _value("--hub_token", "Hub token; refused together with --report_to wandb, which would record it."),
+        _value("--hub_model_id", "Hub repository."),
+        _value("--max_train_samples", "Cut the data set.", int),
+        _switch("--random_flip", "Mirror images."),
+        _value("--noise_offset", "Offset noise.", float, 0),
+        _value("--input_perturbation", "Perturb the input noise.", float, 0),
+        _value("--prediction_type", "Prediction target."),
+        _switch("--snr_loss", "Weight by signal-to-noise ratio."),
+    ),
+    "own": (
+        _switch("--upstream_compat", "Reproduce known defects of VideoX-Fun where a correction changes numbers."),
+        _value("--text_drop_ratio", "Share of prompts replaced by the empty prompt.", float, 0.1),
+        _value("--max_data_errors", "Stop after this many unreadable rows (else when none is readable).", int),
+        _switch("--allow_partial_load", "Train although weights are missing from the checkpoint or left over."),
+        _switch("--allow_resume_changes", "Resume although settings of the saved run differ."),
+        _switch("--master_weights_fp32", "Keep trained parameters in fp32 whatever the compute precision is."),
+    ),
+    "own_lora": (
+        _value("--rank_drop_out", "Probability of dropping a rank of the update.", float),
+        _value("--module_drop_out", "Probability of skipping an adapted layer's update.", float),
+        _value("--neuron_drop_out", "Dropout on the low-rank activations.", float),
+        _value("--abnormal_norm_clip_start", "Step from which gradient norms far above the limit are cut further; "
+               "off when not given.", int),
+        _value("--initial_grad_norm_ratio", "The gradient limit starts at this multiple of --max_grad_norm "
+               "(with --abnormal_norm_clip_start).", int, 5),
+    ),
+    "own_named": (
+        _value("--learning_rate_low", "Learning rate of --trainable_modules_low_learning_rate; half of --learning_rate "
+               "when not given.", float),
+    ),
+}
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    group: tuple(Flag(name, text, kwargs, group, group.startswith("own")) for name, text, kwargs in rows)
+    for group, rows in _ROWS.items()
+}
+
+# Flags that do nothing with one kind of training although their group is in use there.
+IGNORED_WITH: dict[str, frozenset[str]] = {"lora": frozenset({"--use_ema"})}
+
+
+def own_groups(trainable: str) -> tuple[str, ...]:
+    """Groups of additions that every script with this trainable kind has."""
+    return tuple(group for group in ("own", f"own_{trainable}") if group in GROUPS)
+
+
+def find_flag(name: str) -> Flag | None:
+    """The first declaration of a flag over all groups."""
+    return next((flag for flags in GROUPS.values() for flag in flags if flag.name == name), None)
+
+
+def select(groups: tuple[str, ...]) -> list[Flag]:
+    """Flags of the named groups in order, after the single additions and removals described at the top."""
+    removed = {entry[1:] for entry in groups if entry.startswith("!--")}
+    chosen: dict[str, Flag] = {}
+    for entry in groups:
+        if entry.startswith("!--"):
+            continue
+        if entry.startswith("--"):
+            flag = find_flag(entry)
+            if flag is None:
+                raise ValueError(f"flag_groups names the flag {entry}, which no group declares.")
+            chosen.setdefault(entry, flag)
+            continue
+        if entry not in GROUPS:
+            raise ValueError(f"Unknown flag group '{entry}'. Known: {', '.join(GROUPS)}.")
+        for flag in GROUPS[entry]:
+            chosen.setdefault(flag.name, flag)
+    unknown = removed - chosen.keys()
+    if unknown:
+        raise ValueError(f"flag_groups removes {', '.join(sorted(unknown))}, which the named groups do not contain.")
+    return [flag for name, flag in chosen.items() if name not in removed]

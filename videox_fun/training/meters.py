@@ -1,0 +1,126 @@
+"""Numbers of the run: what is logged after each step, and the facts the audit asks for.
+
+Everything here is read from values the loop has anyway; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from videox_fun.training.context import Conditioning, Player, RunContext
+
+if TYPE_CHECKING:
+    from optim_patches.audit.live import LiveAudit
+    from optim_patches.base import Target
+    from videox_fun.training.clipping import ClipResult, GradientClipper
+
+
+@dataclass
+class StepTotals:
+    """Sums since the last logged step."""
+
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    micro_steps: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class RunMeter:
+    """Collects a run's numbers.
+
+    Attributes:
+        pending: per player, loss and samples since its last update.
+    """
+
+    args: argparse.Namespace
+    players: list[Player]
+    loader: Any
+    pending: dict[str, Any] = field(default_factory=dict)
+    totals: StepTotals = field(default_factory=StepTotals)
+    run: StepTotals = field(default_factory=StepTotals)
+    steps: int = 0
+    shapes: dict[tuple[int, ...], int] = field(default_factory=dict)
+    text_dropped: int = 0
+    texts: int = 0
+    _values: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    @property
+    def micro_steps(self) -> int:
+        return self.run.micro_steps
+
+    def saw(self, prepared: Any) -> None:
+        """Take note of what the denoiser is about to get."""
+        if isinstance(prepared, Conditioning):
+            shape = tuple(prepared.latents.shape)
+            self.shapes[shape] = self.shapes.get(shape, 0) + 1
+            count = shape[0] * math.prod(shape[2:]) // 4
+            self.totals.tokens += count
+            self.run.tokens += count
+
+    def micro_step(self, wait_s: float) -> None:
+        now = time.perf_counter()
+        for totals in (self.totals, self.run):
+            totals.seconds += now - self._last
+            totals.wait_s += wait_s
+            totals.micro_steps += 1
+        self._last = now
+
+    def updated(
+        self, player: Player, loss_name: str, result: ClipResult, metrics: dict[str, torch.Tensor], *, stepped: bool
+    ) -> None:
+        """Numbers of one player's update."""
+        first = player is self.players[0]
+        suffix = "" if first else f"_{player.name}"
+        self._values[loss_name] = result.loss if result.loss is not None else math.nan
+        self._values[f"lr{suffix}"] = player.lr_scheduler.get_last_lr()[0]
+        self._values[f"grad_norm{suffix}"] = result.norm
+        self._values |= {name: float(value) for name, value in metrics.items()}
+        if not stepped:
+            self._values["skipped"] = 1.0
+
+    def values(self) -> dict[str, float]:
+        """What to log for the optimizer step that just ended; starts the next one."""
+        totals, self.totals = self.totals, StepTotals()
+        self.steps += 1
+        values, self._values = self._values, {}
+        seconds = max(totals.seconds, 1e-9)
+        values |= {"step_time": seconds, "data_wait": totals.wait_s, "tokens_per_s": totals.tokens / seconds}
+        return values
+
+    def facts(self, ctx: RunContext, clippers: dict[str, GradientClipper]) -> dict[str, Any]:
+        """What the audit reads besides the live objects."""
+        player = self.players[0]
+        schedule = player.lr_scheduler
+        return {
+            "steps": self.steps, "micro_steps": self.run.micro_steps, "seconds": self.run.seconds,
+            "data_wait_s": self.run.wait_s, "tokens": self.run.tokens, "shapes": dict(self.shapes),
+            "world": ctx.world, "distributed": ctx.accelerator.distributed_type.value,
+            "clip": {name: clipper.stats for name, clipper in clippers.items()},
+            "trainable": {player.name: player.trainable.facts(player) for player in self.players},
+            "groups": [(len(group.params), sum(p.numel() for p in group.params), group.lr)
+                       for player in self.players for group in player.groups],
+            "lr": schedule.get_last_lr(), "lr_lambda": type(schedule).__name__, "ema": player.ema,
+        }
+
+
+def start_audit(ctx: RunContext, target: Target) -> LiveAudit | None:
+    """The live audit with its counters installed, or ``None`` with ``--audit off``."""
+    if ctx.args.audit == "off":
+        return None
+    from optim_patches.audit.live import LiveAudit
+
+    audit = LiveAudit(
+        args=ctx.args, explicit=ctx.args.explicit, manager=ctx.patches, output_dir=Path(ctx.args.output_dir),
+        mode=ctx.args.audit, lang=ctx.args.audit_lang,
+    )
+    audit.install(target)
+    return audit
