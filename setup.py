@@ -19,7 +19,7 @@ BASE = [
     "transformers>=5.0",
     "accelerate>=1.12",
     "peft>=0.18",
-    "av>=14",
+    "av>=15",
     "pillow>=11",
     "omegaconf>=2.3",
     "tensorboard>=2.18",
@@ -41,6 +41,12 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["videox_fun", "videox_fun.*", "optim_patches", "optim_patches.*"]),
     install_requires=BASE,
+    entry_points={
+        "console_scripts": [
+            "videox-audit = optim_patches.audit.cli:main",
+            "videox-lora = videox_fun.utils.lora_cli:main",
+        ]
+    },
     extras_require={
         "gpu": GPU,
         "deepspeed": ["deepspeed>=0.18"],

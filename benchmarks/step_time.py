@@ -80,7 +80,7 @@ def build_models(size: Size, dtype: torch.dtype, device: torch.device) -> tuple[
     """Our transformer and diffusers', with equal weights."""
     from diffusers import WanTransformer3DModel as Theirs
 
-    from videox_fun.models.keymaps import transformer_to_diffusers
+    from videox_fun.models.keymaps import to_diffusers_state
     from videox_fun.models.wan_transformer3d import WanTransformer3DModel as Ours
 
     ours = Ours(dim=size.dim, ffn_dim=size.ffn, num_heads=size.heads, num_layers=size.blocks, in_dim=16, out_dim=16,
@@ -91,7 +91,7 @@ def build_models(size: Size, dtype: torch.dtype, device: torch.device) -> tuple[
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     theirs = Theirs(num_attention_heads=size.heads, attention_head_dim=HEAD_DIM, in_channels=16, out_channels=16,
                     text_dim=64, ffn_dim=size.ffn, num_layers=size.blocks, freq_dim=256)
-    theirs.load_state_dict(transformer_to_diffusers(ours.state_dict()))
+    theirs.load_state_dict(to_diffusers_state(ours.state_dict()))
     return ours.to(device, dtype), theirs.to(device, dtype)
 
 

@@ -100,7 +100,7 @@ class Verdict:
     instead: str = ""
 
     def __str__(self) -> str:
-        return f"{self.reason} Use instead: {self.instead}" if self.instead else self.reason
+        return f"{self.reason} Use instead: {self.instead}." if self.instead else self.reason
 
 
 @dataclass

@@ -149,8 +149,9 @@ def _obstacle(target: Target) -> tuple[str, str]:
 def _would_replace(target: Target) -> str:
     models = target.denoisers()
     if not models:
-        return "Once the model is loaded, the audit lists the layers it would replace."
-    counts = describe_counts(count_by_class(module for _, module, _ in _plan(target)))
+        return f"It would serve these kinds of layers: {', '.join(selected(target.args))}."
+    sites = [module.norm_q if kernel == "rms_rope" else module for _, module, kernel in _plan(target)]
+    counts = describe_counts(count_by_class(sites))
     return f"It would replace {counts}." if counts else "No layer of this model fits a kernel either."
 
 

@@ -25,17 +25,12 @@ SCRIPT = "scripts/wan2.1_fun/train_lora.py"
 
 
 def build_inputs(folder: Path) -> tuple[Path, Path, Path]:
-    """Checkpoint folder, its configuration file and the annotation file; kept when they are there already."""
+    """Checkpoint folder, its configuration file and the annotation file."""
     from videox_fun.data.demo import build_demo_dataset
     from videox_fun.utils.tiny import make_tiny_checkpoint
 
-    checkpoint, clips = folder / "Wan2.1-Fun-tiny-InP", folder / "clips"
-    if not (checkpoint / "config.yaml").is_file():
-        make_tiny_checkpoint(checkpoint, family="wan2.1-fun-inp")
-    metadata = clips / "metadata.json"
-    if not metadata.is_file():
-        metadata = build_demo_dataset(clips)
-    return checkpoint, checkpoint / "config.yaml", metadata
+    checkpoint = make_tiny_checkpoint(folder / "Wan2.1-Fun-tiny-InP", family="wan2.1_fun_inp")
+    return checkpoint.folder, checkpoint.config_path, build_demo_dataset(folder / "clips")
 
 
 def training_command(checkpoint: Path, config: Path, metadata: Path, output: Path, *, steps: int,
@@ -43,7 +38,8 @@ def training_command(checkpoint: Path, config: Path, metadata: Path, output: Pat
     """The command a user would type, with the flags of the optimization layer at the end."""
     return [
         "accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no",
-        "--mixed_precision", precision, SCRIPT,
+        "--mixed_precision", precision,
+        SCRIPT,
         "--config_path", str(config),
         "--pretrained_model_name_or_path", str(checkpoint),
         "--train_data_dir", str(metadata.parent),
@@ -66,7 +62,7 @@ def shown(command: list[str]) -> str:
     """The command over several lines, as it can be pasted into a shell."""
     lines, words = [], []
     for word in command:
-        if word.startswith("--") and words:
+        if (word.startswith("--") or word == SCRIPT) and words:
             lines.append(" ".join(words))
             words = []
         words.append(shlex.quote(word))
@@ -119,7 +115,8 @@ def main() -> int:
     print(f"\n{shown(command)}\n", flush=True)
     environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if not cuda:
-        environment["ACCELERATE_USE_CPU"] = "true"
+        # The tensors are too small to share: a second thread would mostly wait for the first.
+        environment.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     launcher = Path(sys.executable).parent / "accelerate"
     start = time.perf_counter()
     code = subprocess.run([str(launcher), *command[1:]], cwd=ROOT, env=environment, check=False).returncode

@@ -98,7 +98,10 @@ def golden_data(goldens: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Factory: ``tiny_checkpoint("wan2.1-fun-inp", dim=48)`` builds (once per argument set) and returns the folder."""
+    """Factory: ``tiny_checkpoint("wan2.1_fun_inp", dim=48)`` builds (once per argument set) and returns the folder.
+
+    The folder is for ``--pretrained_model_name_or_path``; ``wan.yaml`` in it is the file for ``--config_path``.
+    """
     built: dict[tuple[Any, ...], Path] = {}
 
     def factory(family: str, **sizes: Any) -> Path:

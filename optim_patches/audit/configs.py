@@ -14,6 +14,12 @@ from typing import Any
 from optim_patches.audit.launch import Options
 from optim_patches.audit.text import Text
 
+MAX_YAML = 128 << 10
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+#: Fields that accelerate refuses in its own file once that names a DeepSpeed file.
+_REFUSED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+            "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path",
+            "zero3_save_16bit_model")  # fmt: skip
 Reader = Callable[[str], "str | None"]
 
 
@@ -27,6 +33,10 @@ class Distribution:
         zeropp: the ZeRO++ keys that are on.
         inferred: the stage comes from a file name, the file itself was not read.
         missing: configuration files named but not found.
+        mesh: sizes of accelerate's parallelism axes that were given, for example ``dp_shard``.
+        force_cpu_optimizer: DeepSpeed insists on its own optimizer when it offloads the state.
+        gather_16bit: whether ZeRO-3 gathers full weights when saving: ``true``, ``false``, ``auto`` or empty.
+        ignored_fields: settings of an accelerate file that it refuses beside a DeepSpeed file.
         unread: problems with configuration files.
     """
 
@@ -48,7 +58,12 @@ class Distribution:
     fsdp_wrap: tuple[str, ...] = ()
     fsdp_policy: str = ""
     fsdp_prefetch: str = ""
-    hybrid: tuple[int | None, int | None] = (None, None)
+    mesh: dict[str, int] = field(default_factory=dict)
+    gather_16bit: str = ""
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    ignored_fields: tuple[str, ...] = ()
+    force_cpu_optimizer: bool = True
     dynamo: str = ""
     cpu: bool = False
     missing: list[str] = field(default_factory=list)
@@ -67,6 +82,8 @@ class Distribution:
 
 def load_mapping(text: str, name: str) -> tuple[dict[str, Any] | None, Text | None]:
     """A JSON or YAML mapping, or None with the reason. Nothing in the file is executed."""
+    if len(text) > MAX_YAML and not name.endswith(".json"):
+        return None, Text(f"{name} is too large for a configuration; not read", f"{name} 对配置文件来说过大，未读取")
     try:
         if name.endswith(".json") or text.lstrip().startswith("{"):
             data = json.loads(text)
@@ -103,6 +120,13 @@ def config_kind(data: Mapping[str, Any]) -> str:
     if {"transformer_additional_kwargs", "vae_kwargs", "text_encoder_kwargs"} & set(data):
         return "model"
     return ""
+
+
+def read_accelerate(data: Mapping[str, Any]) -> Distribution:
+    """Distribution by the settings of an accelerate file alone."""
+    result = Distribution()
+    _apply_accelerate(data, result)
+    return result
 
 
 def read_distribution(launcher: str, options: Options, script: Options, read: Reader) -> Distribution:
@@ -151,6 +175,11 @@ def _apply_accelerate(data: Mapping[str, Any], result: Distribution) -> None:
         result.offload_param = _device(deepspeed.get("offload_param_device"))
         result.clipping = deepspeed.get("gradient_clipping")
         result.config_file = _text(deepspeed.get("deepspeed_config_file"))
+        result.gather_16bit = _text(deepspeed.get("zero3_save_16bit_model")).lower()
+        if result.config_file:
+            refused = [name for name in _REFUSED if name in deepspeed]
+            refused += ["mixed_precision"] if result.precision else []
+            result.ignored_fields = tuple(refused)
     fsdp = data.get("fsdp_config")
     if isinstance(fsdp, Mapping) and fsdp:
         result.kind = "fsdp"
@@ -167,7 +196,7 @@ def _apply_fsdp(data: Mapping[str, Any], result: Distribution) -> None:
     result.fsdp_prefetch = _text(data.get("fsdp_backward_prefetch")).upper() or result.fsdp_prefetch
     wrap = data.get("fsdp_transformer_layer_cls_to_wrap")
     if wrap:
-        names = ",".join(map(str, wrap)) if isinstance(wrap, (list, tuple)) else str(wrap)
+        names = ",".join(map(_text, wrap)) if isinstance(wrap, (list, tuple)) else _text(wrap)
         result.fsdp_wrap = tuple(name.strip() for name in names.split(",") if name.strip())
 
 
@@ -189,6 +218,8 @@ def _apply_flags(launcher: str, options: Options, script: Options, result: Distr
         result.offload_optimizer = _device(options.text("offload_optimizer_device")) or result.offload_optimizer
         result.offload_param = _device(options.text("offload_param_device")) or result.offload_param
         result.clipping = options.number("gradient_clipping") or result.clipping
+        result.gather_16bit = (options.text("zero3_save_16bit_model") or result.gather_16bit).lower()
+    result.mesh = {axis: size for axis in _AXES if (size := options.integer(f"parallelism_config_{axis}_size"))}
     fsdp = {option.name: option.values[-1] for option in options.items if option.values}
     if options.on("use_fsdp") or any(name.startswith("fsdp_") for name in fsdp):
         result.kind = "fsdp"
@@ -229,24 +260,33 @@ def apply_deepspeed(data: Mapping[str, Any], result: Distribution) -> None:
         if isinstance(part, Mapping):
             setattr(result, attribute, _device(part.get("device")))
     keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")
-    result.zeropp = tuple(key for key in keys if zero.get(key) not in (None, False, 0, 1))
-    result.zeropp += tuple(key for key in keys[:2] if zero.get(key) is True)
-    result.zeropp = tuple(dict.fromkeys(result.zeropp))
+    hpz = _int(zero.get(keys[2])) or 1
+    result.zeropp = tuple(key for key in keys[:2] if zero.get(key) is True) + (keys[2:] if hpz > 1 else ())
+    result.force_cpu_optimizer = data.get("zero_force_ds_cpu_optimizer") is not False
+    gather = _text(zero.get("stage3_gather_16bit_weights_on_model_save")).lower()
+    result.gather_16bit = gather if gather in ("true", "false") else result.gather_16bit or gather
+    result.micro_batch = _int(data.get("train_micro_batch_size_per_gpu"))
+    result.accumulation = _int(data.get("gradient_accumulation_steps"))
     result.aio = isinstance(data.get("aio"), Mapping)
     result.clipping = data.get("gradient_clipping", result.clipping)
+    for name in ("bf16", "fp16"):
+        part = data.get(name)
+        if isinstance(part, Mapping) and part.get("enabled") is True and result.precision is None:
+            result.precision = name
     optimizer = data.get("optimizer")
     result.optimizer = _text(optimizer.get("type")) if isinstance(optimizer, Mapping) else ""
 
 
 def _int(value: object) -> int | None:
     try:
-        return int(str(value))
+        return int(_text(value))
     except ValueError:
         return None
 
 
 def _text(value: object) -> str:
-    return "" if value is None or isinstance(value, (dict, list)) else str(value)
+    """Scalars as text. Lists and mappings are nothing: with YAML's aliases their text can grow without bound."""
+    return str(value) if isinstance(value, (str, int, float)) else ""
 
 
 def _device(value: object) -> str:

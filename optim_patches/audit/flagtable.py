@@ -198,14 +198,19 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "z_image_fun/train_control_distill": {"real_guidance_scale": "1.5"},
 }
 
-#: Flags that VideoX-Fun's scripts lack and this project's scripts take.
-OWN = (
-    "rank_drop_out:f module_drop_out:f neuron_drop_out:f text_drop_ratio:f=0.1 abnormal_norm_clip_start:i=1000 "
-    "initial_grad_norm_ratio:f=5 learning_rate_low:f master_weights_fp32:b allow_partial_load:b max_data_errors:i "
-    "upstream_compat:b audit:s=default audit_lang:s=en compile:b compile_mode:s compile_backend:s compile_dynamic:s "
-    "compile_fullgraph:b liger:b vae_tiling:b qlora:b fp8:b fp8_base:b sequence_parallel_size:i=1 cuda_graph:b "
-    "cache_latents:b cache_text:b fused_optimizer:b prefetch_factor:i block_swap:s activation_offload:b "
-    "train_teacache:b selective_ac:f=0"
+#: Flags that VideoX-Fun's scripts lack and this project's scripts take; rules as in ``GROUPS``.
+OWN: tuple[tuple[str, str], ...] = (
+    (
+        "all",
+        "text_drop_ratio:f=0.1 abnormal_norm_clip_start:i=1000 initial_grad_norm_ratio:f=5 master_weights_fp32:b "
+        "allow_partial_load:b allow_resume_changes:b max_data_errors:i upstream_compat:b audit:s=default "
+        "audit_lang:s=en compile:b compile_mode:s compile_backend:s compile_dynamic:s compile_fullgraph:b liger:b "
+        "vae_tiling:b qlora:b fp8:b fp8_base:b sequence_parallel_size:i=1 cuda_graph:b cache_latents:b cache_text:b "
+        "fused_optimizer:b prefetch_factor:i block_swap:s activation_offload:b",
+    ),
+    ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f"),
+    ("all -*lora", "learning_rate_low:f"),
+    ("*reward*", "train_teacache:b"),
 )
 
 #: Accepted by every script and read by none.
@@ -281,25 +286,35 @@ def any_upstream_flag() -> Mapping[str, Flag]:
 
 
 @lru_cache(maxsize=1)
-def own_flags() -> Mapping[str, Flag]:
-    """The flags this project adds, completed by those of the registered patches."""
-    flags = {flag.name: flag for flag in _parse(OWN)}
+def _patch_flags() -> Mapping[str, Flag]:
+    """The flags of the registered patches, empty where there is no patch layer."""
     try:
         from optim_patches.registry import all_flags
 
         patched = all_flags()
     except (ImportError, AttributeError):
-        return flags
+        return {}
+    flags = {}
     for flag in patched:
         kind = "b" if flag.action == "store_true" else "i" if flag.type is int else "f" if flag.type is float else "s"
-        if flag.nargs is not None and kind != "b":
-            kind = "+s" if flag.nargs in ("+", "*") else kind
+        if flag.nargs in ("+", "*"):
+            kind = "+s"
         default = None if flag.default is None or kind == "b" else str(flag.default)
         flags[flag.dest] = Flag(flag.dest, kind, default)
     return flags
 
 
+@cache
+def own_flags(script_id: str) -> Mapping[str, Flag]:
+    """The flags this project adds to a script; for unknown scripts all of them."""
+    flags: dict[str, Flag] = {}
+    for rule, body in OWN:
+        if script_id in _select(rule) or script_id not in script_ids():
+            flags.update({flag.name: flag for flag in _parse(body)})
+    return {**flags, **_patch_flags()}
+
+
 def known_flags(script_id: str) -> Mapping[str, Flag]:
     """What this project's script accepts; for unknown scripts every flag there is."""
     base = upstream_flags(script_id) or any_upstream_flag()
-    return {**own_flags(), **base}
+    return {**own_flags(script_id), **base}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from optim_patches.audit.flagtable import Flag, any_upstream_flag, known_flags, script_ids, upstream_flags
-from optim_patches.audit.shell import Command, ShellProblem, Word, parse_shell
+from optim_patches.audit.flagtable import Flag, known_flags, script_ids
+from optim_patches.audit.shell import Command, ShellProblem, parse_shell
+from optim_patches.audit.words import Word
 
 #: Options of ``accelerate launch`` that take no value.
 _LAUNCHER_SWITCHES = frozenset(
@@ -78,6 +79,11 @@ class Options:
     def given(self, *names: str) -> bool:
         """Whether any of the flags was typed."""
         return any(name in self._last for name in names)
+
+    def hidden(self, name: str) -> bool:
+        """Whether a flag was typed with a value that only the shell knows."""
+        option = self._last.get(name)
+        return option is not None and option.opaque and bool(option.values)
 
     def on(self, name: str) -> bool:
         """Whether a switch is set."""
@@ -150,7 +156,9 @@ class Launch:
         return "train" if self.options.given(*_TRAINING_FLAGS) else "other"
 
 
-def find_launches(text: str, *, path: str = "", source=None) -> tuple[list[Launch], list[ShellProblem], dict[str, int]]:
+def find_launches(
+    text: str, *, path: str = "", source: Callable[[str], str | None] | None = None
+) -> tuple[list[Launch], list[ShellProblem], dict[str, int]]:
     """The launches in shell text, what a shell would stumble over, and the variables that are never set."""
     script = parse_shell(text, wanted=lambda words: locate(words) is not None, source=source)
     launches = [read_launch(command, text=text, path=path) for command in script.commands]
@@ -249,7 +257,7 @@ def _launcher_flag(name: str) -> Flag:
     return Flag(name, "b" if name in _LAUNCHER_SWITCHES else "s")
 
 
-def _resolver(flags: Mapping[str, Flag]):
+def _resolver(flags: Mapping[str, Flag]) -> Callable[[str], Flag | None]:
     """argparse's rule: the exact name, else the only flag that begins so."""
 
     def resolve(name: str) -> Flag | None:
@@ -263,7 +271,9 @@ def _resolver(flags: Mapping[str, Flag]):
     return resolve
 
 
-def parse_options(words: Sequence[Word], resolve) -> tuple[list[Option], list[Word]]:
+def parse_options(
+    words: Sequence[Word], resolve: Callable[[str], Flag | None]
+) -> tuple[list[Option], list[Word]]:
     """Options of a list of words, and the words that belong to none.
 
     Args:
@@ -305,8 +315,3 @@ def parse_options(words: Sequence[Word], resolve) -> tuple[list[Option], list[Wo
 
 def _is_flag(text: str) -> bool:
     return len(text) > 1 and text[0] == "-" and not re.fullmatch(r"-\d*\.?\d+(e-?\d+)?", text)
-
-
-def accepted_upstream(script_id: str, name: str) -> bool:
-    """Whether VideoX-Fun's own script takes a flag; for scripts it does not have, whether any script does."""
-    return name in (upstream_flags(script_id) or any_upstream_flag())

@@ -9,6 +9,7 @@ and keeps the numbers.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from torch import nn
 
 from optim_patches.base import ENCODER_ROLES, Target, unwrap
 from optim_patches.compile import find_blocks
+
+KEPT_TIMESTEPS = 64
 
 
 @dataclass
@@ -36,6 +39,13 @@ class ProbeCounts:
     encoder_devices: dict[str, Counter[str]] = field(default_factory=dict)
     encoder_calls: Counter[str] = field(default_factory=Counter)
     vae_batches: Counter[int] = field(default_factory=Counter)
+    padded_calls: int = 0
+    timesteps: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def denoiser_steps(self) -> int:
+        """Training calls of the denoisers that were watched: micro-steps, where one network is trained."""
+        return self.denoiser_calls
 
 
 class Watched:
@@ -71,7 +81,8 @@ class Probe:
                 continue
             for name, block in find_blocks(model):
                 self.counts.blocks += 1
-                self._watch(block, functools.partial(self._saw_block, f"{role}.{name}", target.device))
+                position = _position(block, "seq_lens")
+                self._watch(block, functools.partial(self._saw_block, f"{role}.{name}", target.device, position))
         self._attention_before = attention_counts()
 
     def remove(self) -> None:
@@ -106,7 +117,9 @@ class Probe:
             own = getattr(model, method, None)
             if own is None:
                 continue
+            earlier = {key: value for key, value in model.__dict__.items() if key == method}
             model.__dict__[method] = self._wrapped(role, own)
+            self._undo.append(functools.partial(model.__dict__.update, earlier))
             self._undo.append(functools.partial(model.__dict__.pop, method, None))
 
     def _wrapped(self, role: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,23 +137,36 @@ class Probe:
             self.counts.vae_batches[value.shape[0]] += 1
 
     def _saw_denoiser(self, encoders: dict[str, nn.Module], device: str, args: tuple, kwargs: dict) -> None:
+        if not torch.is_grad_enabled():
+            return  # sampling, or a network that is only asked, not trained
         self.counts.denoiser_calls += 1
+        times = kwargs.get("t", kwargs.get("timestep"))
+        if isinstance(times, torch.Tensor) and len(self.counts.timesteps) < KEPT_TIMESTEPS:
+            self.counts.timesteps.append(times.detach())
         for role, model in encoders.items():
             parameter = next(model.parameters(), None)
             if parameter is not None:
                 self.counts.encoder_devices.setdefault(role, Counter())[parameter.device.type] += 1
 
-    def _saw_block(self, name: str, device: str, args: tuple, kwargs: dict) -> None:
+    def _saw_block(self, name: str, device: str, lens_at: int, args: tuple, kwargs: dict) -> None:
         counts = self.counts
         counts.block_calls += 1
         if torch._C._current_graph_task_id() != -1:
             counts.recomputed_calls += 1
             counts.recomputed_blocks.add(name)
+        lengths = args[lens_at] if 0 <= lens_at < len(args) else kwargs.get("seq_lens")
+        counts.padded_calls += lengths is not None
         first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         if first is not None:
             counts.input_dtypes[short(first.dtype)] += 1
         on = torch.is_autocast_enabled(device)
         counts.autocast[short(torch.get_autocast_dtype(device)) if on else "off"] += 1
+
+
+def _position(module: nn.Module, name: str) -> int:
+    """Index of an argument of ``module.forward``, -1 when it has none of that name."""
+    names = list(inspect.signature(module.forward).parameters)
+    return names.index(name) if name in names else -1
 
 
 def short(dtype: torch.dtype) -> str:

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from optim_patches.audit.text import Text
+from optim_patches.audit.words import MAX_VALUE, Piece, Value, Word, bounded, fields
 
-MAX_VALUE = 16_384
-MAX_ITEMS = 10_000
 _MAX_DEPTH = 8
 _PLAIN = re.compile(r"""[^\s'"\\$`;&|<>()^]+""")
 _QUOTED = re.compile(r"""[^"\\$`]+""")
@@ -33,37 +32,6 @@ _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
 _DECLARE = frozenset({"export", "declare", "typeset", "local", "readonly", "env"})
 KEYWORDS = frozenset({"then", "do", "else", "elif", "if", "while", "until", "{", "}", "!", "time", "exec", "nohup",
                       "sudo", "env", "fi", "done"})  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Word:
-    """One argument of a command after expansion.
-
-    Attributes:
-        text: the argument as the program would receive it; opaque parts stay as typed.
-        start, end: span of the source text.
-        opaque: some part is known to the shell only.
-        derived: came out of a variable or array, so the span is that of the reference.
-    """
-
-    text: str
-    start: int
-    end: int
-    opaque: bool = False
-    derived: bool = False
-
-
-@dataclass(frozen=True)
-class Value:
-    """What a variable holds: one string, or the items of an array."""
-
-    items: tuple[str, ...]
-    opaque: bool = False
-    array: bool = False
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.items)
 
 
 @dataclass(frozen=True)
@@ -91,14 +59,6 @@ class ShellScript:
     commands: list[Command] = field(default_factory=list)
     problems: list[ShellProblem] = field(default_factory=list)
     unset: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Piece:
-    text: str
-    kind: str = "literal"  # literal | split (unquoted expansion) | array
-    items: tuple[str, ...] = ()
-    opaque: bool = False
 
 
 def parse_shell(
@@ -248,7 +208,7 @@ class _Reader:
             return
         pieces = self.pieces()
         if self.at == start:  # a character no rule takes: keep it as text
-            pieces, self.at = [_Piece(self.text[start])], start + 1
+            pieces, self.at = [Piece(self.text[start])], start + 1
         if self.drop_next:
             self.drop_next = False
             return
@@ -256,7 +216,7 @@ class _Reader:
             return  # a file descriptor: 2>file
         if not self.words:
             self.first_at = start
-        self.words.extend(_fields(pieces, start, self.at))
+        self.words.extend(fields(pieces, start, self.at))
 
     def assignment(self, name: str, append: bool, *, exported: bool) -> None:
         if self.text.startswith("(", self.at):
@@ -268,7 +228,7 @@ class _Reader:
         old = self.values.get(name)
         if append and old is not None:
             items = old.items + value.items if old.array or value.array else (old.text + value.text,)
-            value = Value(_bounded(items), old.opaque or value.opaque, old.array or value.array)
+            value = Value(bounded(items), old.opaque or value.opaque, old.array or value.array)
         self.values[name] = value
         if exported:
             self.exported.add(name)
@@ -292,26 +252,26 @@ class _Reader:
                 start = self.at
                 pieces = self.pieces()
                 if self.at == start:
-                    pieces, self.at = [_Piece(char)], start + 1
-                items.extend(_fields(pieces, start, self.at))
+                    pieces, self.at = [Piece(char)], start + 1
+                items.extend(fields(pieces, start, self.at))
         self.at += 1
-        return Value(_bounded(tuple(word.text for word in items)), any(word.opaque for word in items), array=True)
+        return Value(bounded(tuple(word.text for word in items)), any(word.opaque for word in items), array=True)
 
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[Piece]:
         """The parts of one word, up to the next unquoted blank or operator."""
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         text, size = self.text, len(self.text)
         while self.at < size:
             char = text[self.at]
             plain = _PLAIN.match(text, self.at)
             if plain:
-                pieces.append(_Piece(plain.group()))
+                pieces.append(Piece(plain.group()))
                 self.at = plain.end()
             elif char.isspace() or char in ";&|<>()" or self.continuation(self.at):
                 break
             elif char == "\\":
-                pieces.append(_Piece(text[self.at + 1 : self.at + 2]))
-                self.at += 2
+                pieces.append(Piece(text[self.at + 1 : self.at + 2] or char))
+                self.at = min(self.at + 2, size)
             elif char == "'":
                 pieces.append(self.single())
             elif char == '"':
@@ -321,33 +281,33 @@ class _Reader:
             elif char == "`":
                 pieces.append(self.backtick())
             else:
-                pieces.append(_Piece(char))
+                pieces.append(Piece(char))
                 self.at += 1
         return pieces
 
-    def single(self) -> _Piece:
+    def single(self) -> Piece:
         end = -1 if "'" in self.dead else self.text.find("'", self.at + 1)
         if end < 0:
             return self.unclosed("'")
-        piece = _Piece(self.text[self.at + 1 : end])
+        piece = Piece(self.text[self.at + 1 : end])
         self.at = end + 1
         return piece
 
-    def double(self) -> list[_Piece]:
+    def double(self) -> list[Piece]:
         start, text, size = self.at, self.text, len(self.text)
         if '"' in self.dead:
             return [self.unclosed('"')]
         self.at += 1
-        pieces = [_Piece("")]
+        pieces = [Piece("")]
         while self.at < size and text[self.at] != '"':
             char = text[self.at]
             run = _QUOTED.match(text, self.at)
             if run:
-                pieces.append(_Piece(run.group()))
+                pieces.append(Piece(run.group()))
                 self.at = run.end()
             elif char == "\\":
                 after = text[self.at + 1 : self.at + 2]
-                pieces.append(_Piece(after if after in '"\\$`' else "" if after == "\n" else char + after))
+                pieces.append(Piece(after if after in '"\\$`' else "" if after == "\n" else char + after))
                 self.at += 2
             elif char == "$":
                 pieces.extend(self.dollar(quoted=True))
@@ -359,19 +319,19 @@ class _Reader:
         self.at += 1
         return pieces
 
-    def unclosed(self, mark: str) -> _Piece:
+    def unclosed(self, mark: str) -> Piece:
         if mark not in self.dead:
             self.dead.add(mark)
             self.problem(self.at, UNCLOSED.format(mark))
         self.at += len(mark)
-        return _Piece(mark)
+        return Piece(mark)
 
     # -- expansion --------------------------------------------------------------------------------------------------
-    def backtick(self) -> _Piece:
+    def backtick(self) -> Piece:
         end = -1 if "`" in self.dead else self.text.find("`", self.at + 1)
         if end < 0:
             return self.unclosed("`")
-        piece = _Piece(self.text[self.at : end + 1], opaque=True)
+        piece = Piece(self.text[self.at : end + 1], opaque=True)
         self.at = end + 1
         return piece
 
@@ -390,76 +350,76 @@ class _Reader:
         self.problem(at, UNCLOSED.format(opening))
         return 0
 
-    def dollar(self, *, quoted: bool) -> list[_Piece]:
+    def dollar(self, *, quoted: bool) -> list[Piece]:
         start, text = self.at, self.text
         after = text[start + 1 : start + 2]
         if after == "(":
             self.at = self.closing("(", ")", start + 1) or start + 2
-            return [_Piece(text[start : self.at], opaque=True)]
+            return [Piece(text[start : self.at], opaque=True)]
         if after == "{":
             end = self.closing("{", "}", start + 1)
             if end:
                 self.at = end
                 return self.braced(text[start + 2 : end - 1], text[start:end], quoted)
             self.at = start + 2
-            return [_Piece("${")]
+            return [Piece("${")]
         name = _NAME.match(text, start + 1)
         if name:
             self.at = name.end()
             return [self.lookup(name.group(), text[start : self.at], quoted)]
         if after and after in "@*#?!$-0123456789":
             self.at = start + 2
-            return [_Piece(text[start : self.at], opaque=True)]
+            return [Piece(text[start : self.at], opaque=True)]
         self.at = start + 1
-        return [] if after in ("'", '"') and not quoted else [_Piece("$")]
+        return [] if after in ("'", '"') and not quoted else [Piece("$")]
 
-    def braced(self, inner: str, raw: str, quoted: bool) -> list[_Piece]:
+    def braced(self, inner: str, raw: str, quoted: bool) -> list[Piece]:
         match = _BRACED.fullmatch(inner)
         if match is None:
-            return [_Piece(raw, opaque=True)]
+            return [Piece(raw, opaque=True)]
         name, subscript, operator, word = match.groups()
         value = self.values.get(name)
         if operator is None:
             return [self.lookup(name, raw, quoted, whole=bool(subscript))]
         filled = value is not None and (":" not in operator or value.text != "")
         if operator.endswith("+"):
-            return self.nested(word, quoted) if filled else [_Piece("")]
+            return self.nested(word, quoted) if filled else [Piece("")]
         if filled:
             return [self.lookup(name, raw, quoted)]
         if operator.endswith("?"):
             self.script.unset.setdefault(name, self.line(self.at))
-            return [_Piece(raw, opaque=True)]
+            return [Piece(raw, opaque=True)]
         pieces = self.nested(word, quoted)
         if operator.endswith("="):
             self.values[name] = Value(("".join(p.text for p in pieces),), any(p.opaque for p in pieces))
         return pieces
 
-    def nested(self, word: str, quoted: bool) -> list[_Piece]:
+    def nested(self, word: str, quoted: bool) -> list[Piece]:
         """The pieces of a default value, which may itself hold quotes and references."""
         if self.depth >= _MAX_DEPTH:
-            return [_Piece(word, opaque=True)]
+            return [Piece(word, opaque=True)]
         inner = _Reader(word, self.wanted, None, parent=self)
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         while inner.at < len(word):
             found = inner.pieces()
             if not found:
-                found = [_Piece(word[inner.at], kind="literal" if quoted else "split")]
+                found = [Piece(word[inner.at], kind="literal" if quoted else "split")]
                 inner.at += 1
             pieces.extend(found)
         for name in inner.script.unset:
             self.script.unset.setdefault(name, self.line(self.at))
         return pieces
 
-    def lookup(self, name: str, raw: str, quoted: bool, whole: bool = False) -> _Piece:
+    def lookup(self, name: str, raw: str, quoted: bool, whole: bool = False) -> Piece:
         value = self.values.get(name)
         if value is None:
             self.script.unset.setdefault(name, self.line(self.at))
-            return _Piece(raw, opaque=True)
+            return Piece(raw, opaque=True)
         if value.array and (whole or not quoted):
             items = value.items if whole else value.items[:1]
-            return _Piece(" ".join(items), kind="array", items=items, opaque=value.opaque)
+            return Piece(" ".join(items), kind="array", items=items, opaque=value.opaque)
         text = value.items[0] if value.array and value.items else value.text
-        return _Piece(text, kind="literal" if quoted else "split", opaque=value.opaque)
+        return Piece(text, kind="literal" if quoted else "split", opaque=value.opaque)
 
     # -- commands ---------------------------------------------------------------------------------------------------
     def end_command(self) -> None:
@@ -490,52 +450,3 @@ class _Reader:
             return
         inner = _Reader(text, lambda words: False, self.source, parent=self)
         inner.run()
-
-
-def _bounded(items: tuple[str, ...]) -> tuple[str, ...]:
-    """Items cut to the size limit; a variable that doubles itself line after line must not fill the memory."""
-    kept: list[str] = []
-    left = MAX_VALUE
-    for item in items[:MAX_ITEMS]:
-        if left <= 0:
-            break
-        kept.append(item[:left])
-        left -= len(item)
-    return tuple(kept)
-
-
-def _fields(pieces: list[_Piece], start: int, end: int) -> list[Word]:
-    """Word splitting: unquoted expansions break at blanks, arrays at their items, everything else sticks together."""
-    derived = any(piece.kind != "literal" for piece in pieces)
-    words: list[Word] = []
-    current: list[str] | None = None  # None: no word has begun
-    opaque = False
-
-    def flush() -> None:
-        nonlocal current, opaque
-        if current is not None:
-            words.append(Word("".join(current), start, end, opaque, derived))
-        current, opaque = None, False
-
-    def add(part: str, hidden: bool) -> None:
-        nonlocal current, opaque
-        current = [] if current is None else current
-        current.append(part)
-        opaque = opaque or hidden
-
-    for piece in pieces:
-        if piece.kind == "literal":
-            add(piece.text, piece.opaque)
-            continue
-        parts = piece.items if piece.kind == "array" else tuple(piece.text.split())
-        blanks = piece.kind == "split" and piece.text
-        if blanks and piece.text[0].isspace():
-            flush()
-        for number, part in enumerate(parts):
-            if number:
-                flush()
-            add(part, piece.opaque)
-        if blanks and piece.text[-1].isspace():
-            flush()
-    flush()
-    return words

@@ -1,8 +1,8 @@
 """RMSNorm over the whole width, then rotary embedding per head, for queries and keys.
 
 ``x`` is ``[B, L, D]`` with ``D = heads * head_dim``. ``freqs [L, head_dim / 2, 2]`` (or with a leading ``B``) holds
-cosine and sine, and neighbouring pairs turn: ``(a, b) -> (a cos - b sin, a sin + b cos)``. Each program holds one row as
-its even and its odd values. Backward turns the gradient back, then applies the backward of the norm. Arithmetic is
+cosine and sine, and neighbouring pairs turn: ``(a, b) -> (a cos - b sin, a sin + b cos)``. Each program holds one row
+as its even and its odd values. Backward turns the gradient back, then applies the backward of the norm. Arithmetic is
 float32, the result has the dtype of ``x``.
 """
 

@@ -1,4 +1,4 @@
-"""Entry point; the command line and the run are described by the row ``wan2.1_fun/train_lora`` of videox_fun/training/specs.py."""
+"""Entry point; the row ``wan2.1_fun/train_lora`` of videox_fun/training/specs.py describes it."""
 
 import sys
 from pathlib import Path

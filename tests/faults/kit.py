@@ -173,6 +173,7 @@ class Run:
     rank: int = 0
     world: int = 1
     fp16_scaler: bool = False
+    sharded: bool = False
     extra_state: dict[str, Any] | None = None
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     losses: list[float] = field(default_factory=list)
@@ -187,7 +188,10 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if self.fp16_scaler else None
         accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=self.rank == 0,
                                       is_local_main_process=self.rank == 0, process_index=self.rank,
-                                      num_processes=self.world, distributed_type=SimpleNamespace(value="NO"))
+                                      num_processes=self.world,
+                                      distributed_type=SimpleNamespace(value="FSDP" if self.sharded else "NO"),
+                                      state=SimpleNamespace(fsdp_plugin=SimpleNamespace(sharding_strategy=None)),
+                                      save_state=self._save_shards, load_state=self._load_shards)
         self.ctx = SimpleNamespace(
             spec=SimpleNamespace(id="tiny/train"), args=args, accelerator=accelerator, weight_dtype=self.weight_dtype,
             rng=self.rng, compat=args.upstream_compat, global_step=0, epoch=0, is_main=self.rank == 0, rank=self.rank,
@@ -214,6 +218,17 @@ class Run:
             player.ema = EMA(model.named_parameters())
         player.model = self.wrap(model)
         return player
+
+    def _save_shards(self, folder: str) -> None:
+        """What accelerate does for FSDP: weights and optimizer in forms of its own."""
+        for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+            (Path(folder) / name).mkdir()
+        torch.save(self.player.model.state_dict(), Path(folder) / "pytorch_model_fsdp_0" / "shard.pt")
+        torch.save(self.player.optimizer.state_dict(), Path(folder) / "optimizer_0" / "shard.pt")
+
+    def _load_shards(self, folder: str) -> None:
+        self.player.model.load_state_dict(torch.load(Path(folder) / "pytorch_model_fsdp_0" / "shard.pt"))
+        self.player.optimizer.load_state_dict(torch.load(Path(folder) / "optimizer_0" / "shard.pt"))
 
     def resume(self, asked: str = "latest"):
         point = self.manager.resume(asked)
@@ -294,3 +309,28 @@ def same(a: Any, b: Any) -> bool:
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Names of entries that are not bit-equal."""
     return [key for key in sorted(a.keys() | b.keys()) if key not in a or key not in b or not same(a[key], b[key])]
+
+
+SETUPS = {
+    "full": {"kind": "named"},
+    "full, EMA": {"kind": "named", "args": {"use_ema": True}},
+    "full, bf16": {"kind": "named", "weight_dtype": torch.bfloat16},
+    "full, bf16 with fp32 masters": {"kind": "named", "weight_dtype": torch.bfloat16, "trained_dtype": torch.float32,
+                                     "args": {"use_ema": True}},
+    "LoRA": {"kind": "lora"},
+    "LoRA, bf16 with fp32 adapter": {"kind": "lora", "weight_dtype": torch.bfloat16, "trained_dtype": torch.float32},
+    "PEFT": {"kind": "peft"},
+    "fp16 scaler": {"kind": "named", "fp16_scaler": True},
+    "two players": {"kind": "named", "players": 2, "args": {"use_ema": True}},
+}
+
+
+def build(output_dir: Path, setup: dict, flag: str | None = None, **more) -> Run:
+    extra = {**setup.get("args", {}), **more, **({flag: True} if flag else {})}
+    return Run(make_args(output_dir, **extra), **{k: v for k, v in setup.items() if k != "args"})
+
+
+def state_at(folder: Path, step: int) -> Path:
+    run = build(folder, SETUPS["LoRA"])
+    run.ctx.global_step = step
+    return run.manager.save(step)

@@ -1,23 +1,21 @@
-"""Checkpoints: exact continuation, upstream's names, which entry ``latest`` takes, pruning, warm starts, refusals."""
+"""Checkpoints: exact continuation, upstream's names, pruning, the final save, recovery."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.faults.kit import Run, differences, make_args
+from tests.faults.kit import SETUPS, Run, build, differences, make_args, state_at
 from videox_fun.training import checkpoint_io as io
 from videox_fun.training.checkpoint import CheckpointError
-from videox_fun.training.checkpoint_scan import Kind, scan
-from videox_fun.training.checkpoint_settings import saved_seed
+from videox_fun.training.checkpoint_scan import scan
 
 
 def names(folder: Path) -> set[str]:
@@ -30,27 +28,12 @@ def needs(package: str):
 
 # ---- exact continuation
 
-SETUPS = {
-    "full": {"kind": "named"},
-    "full, EMA": {"kind": "named", "args": {"use_ema": True}},
-    "full, bf16": {"kind": "named", "weight_dtype": torch.bfloat16},
-    "full, bf16 with fp32 masters": {"kind": "named", "weight_dtype": torch.bfloat16, "trained_dtype": torch.float32,
-                                     "args": {"use_ema": True}},
-    "LoRA": {"kind": "lora"},
-    "LoRA, bf16 with fp32 adapter": {"kind": "lora", "weight_dtype": torch.bfloat16, "trained_dtype": torch.float32},
-    "PEFT": {"kind": "peft"},
-    "fp16 scaler": {"kind": "named", "fp16_scaler": True},
-    "two players": {"kind": "named", "players": 2, "args": {"use_ema": True}},
-}
 OPTIMIZERS = {"8bit": ("use_8bit_adam", "bitsandbytes"), "CAME": ("use_came", "came_pytorch")}
-CASES = [pytest.param(setup, None, step, id=f"{name}-step{step}") for name, setup in SETUPS.items() for step in (2, 5, 6)]
+CASES = [pytest.param(setup, None, step, id=f"{name}-step{step}")
+         for name, setup in SETUPS.items() for step in (2, 5, 6)]
 CASES += [pytest.param(SETUPS[name], flag, 5, id=f"{name}-{label}", marks=needs(package))
-          for name in ("full", "LoRA, bf16 with fp32 adapter", "full, bf16") for label, (flag, package) in OPTIMIZERS.items()]
-
-
-def build(output_dir: Path, setup: dict, flag: str | None = None, **more) -> Run:
-    extra = {**setup.get("args", {}), **more, **({flag: True} if flag else {})}
-    return Run(make_args(output_dir, **extra), **{k: v for k, v in setup.items() if k != "args"})
+          for name in ("full", "LoRA, bf16 with fp32 adapter", "full, bf16")
+          for label, (flag, package) in OPTIMIZERS.items()]
 
 
 @pytest.mark.parametrize(("setup", "flag", "step"), CASES)
@@ -69,6 +52,22 @@ def test_interrupted_run_equals_unbroken_run(tmp_path, setup, flag, step):
     assert second.losses == unbroken.losses[step:]
     assert second.rates == unbroken.rates[step:]
     assert differences(unbroken.everything(), second.everything()) == []
+
+
+@pytest.mark.parametrize("kind", ["named", "lora"])
+def test_sharded_state_goes_through_accelerate(tmp_path, kind):
+    """DeepSpeed and FSDP write shards of their own; schedule, streams, loader and the export come from here."""
+    unbroken = Run(make_args(tmp_path / "a", save_state=False), kind=kind, sharded=True)
+    unbroken.train(8)
+    run = Run(make_args(tmp_path / "b", save_state=False), kind=kind, sharded=True)
+    run.train(5, save_at=(5,))
+    found = names(tmp_path / "b" / "checkpoint-5")
+    assert {"pytorch_model_fsdp_0/shard.pt", "scheduler.bin", "sampler_pos_start.pkl"} < found
+    assert "optimizer.bin" not in found and any(name.endswith("diffusion_pytorch_model.safetensors") for name in found)
+    again = Run(make_args(tmp_path / "b", save_state=False), kind=kind, sharded=True)
+    assert again.resume().kind == "exact"
+    again.train(8)
+    assert differences(unbroken.everything(), again.everything()) == []
 
 
 def test_two_resumes_in_a_row_count_on(tmp_path):
@@ -160,7 +159,19 @@ def test_second_player_lies_in_its_own_folder(tmp_path):
     assert {f"fake_score/{name}" for name in inner} <= names(tmp_path / "checkpoint-3")
 
 
-def test_upstreams_reader_reads_the_state(tmp_path):
+@pytest.fixture
+def process_state():
+    """accelerate's logger wants its process state; leave none behind that was not there."""
+    from accelerate import PartialState
+
+    fresh = not PartialState._shared_state
+    PartialState(cpu=True)
+    yield
+    if fresh:
+        PartialState._reset_state()
+
+
+def test_upstreams_reader_reads_the_state(tmp_path, process_state):
     """accelerate's own loader, which upstream uses, restores optimizer, schedule and global streams from our folder."""
     from accelerate.checkpointing import load_accelerator_state
 
@@ -192,195 +203,6 @@ def test_written_safetensors_equal_the_librarys(tmp_path):
         assert handle.metadata() == {"format": "pt"}
     with pytest.raises(CheckpointError, match="not a single tensor"):
         io.write_safetensors(tmp_path / "empty.safetensors", {})
-
-
-# ---- finding a state
-
-
-def state_at(folder: Path, step: int) -> Path:
-    run = build(folder, SETUPS["LoRA"])
-    run.ctx.global_step = step
-    return run.manager.save(step)
-
-
-def test_latest_compares_integers_and_skips_other_names(tmp_path):
-    for step in (9, 10):
-        state_at(tmp_path, step)
-    save_file({"x": torch.zeros(1)}, tmp_path / "checkpoint-10.safetensors")
-    save_file({"x": torch.zeros(1)}, tmp_path / "checkpoint-12.safetensors")
-    shutil.copytree(tmp_path / "checkpoint-9", tmp_path / "checkpoint-final")
-    shutil.copytree(tmp_path / "checkpoint-9", tmp_path / "checkpoint-11.tmp")
-    entry = build(tmp_path, SETUPS["LoRA"]).manager.find("latest")
-    assert entry.path == tmp_path / "checkpoint-10" and entry.step == 10
-
-
-def empty_file(folder: Path) -> None:
-    (folder / "optimizer.bin").write_bytes(b"")
-
-
-def cut_file(folder: Path) -> None:
-    path = folder / "optimizer.bin"
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def no_file(folder: Path) -> None:
-    (folder / "videox_rank_0.json").unlink()
-
-
-def torn_marker(folder: Path) -> None:
-    (folder / io.MARKER).write_text((folder / io.MARKER).read_text()[:40])
-
-
-@pytest.mark.parametrize(("damage", "says"), [
-    (empty_file, "optimizer.bin has 0 bytes"), (cut_file, "optimizer.bin has"), (no_file, "videox_rank_0.json is missing"),
-    (torn_marker, "videox_state.json is damaged"),
-])
-def test_latest_falls_back_and_says_so(tmp_path, caplog, damage, says):
-    state_at(tmp_path, 18)
-    damage(state_at(tmp_path, 20))
-    run = build(tmp_path, SETUPS["LoRA"])
-    assert run.resume().step == 18
-    assert "checkpoint-20 is not usable" in caplog.text and says in caplog.text
-    with pytest.raises(ValueError, match="checkpoint-20 cannot be used"):
-        run.manager.find("checkpoint-20")
-
-
-@pytest.mark.parametrize("cut", [0, 100, -1])
-def test_unmarked_folder_with_damaged_weights_is_skipped(tmp_path, caplog, cut):
-    for step in (18, 20):
-        (state_at(tmp_path, step) / io.MARKER).unlink()
-    path = tmp_path / "checkpoint-20" / "lora_diffusion_pytorch_model.safetensors"
-    path.write_bytes(path.read_bytes()[:cut])
-    assert build(tmp_path, SETUPS["LoRA"]).manager.find("latest").step == 18
-    assert "checkpoint-20 is not usable" in caplog.text
-
-
-def test_nothing_there_starts_from_the_beginning(tmp_path, caplog):
-    assert build(tmp_path / "new", SETUPS["LoRA"]).resume() is None
-    assert "holds no checkpoint yet" in caplog.text
-
-
-def test_exports_only_are_no_state(tmp_path, caplog):
-    run = build(tmp_path, SETUPS["LoRA"], save_state=False)
-    run.manager.save(4)
-    (tmp_path / "checkpoint-final").mkdir()
-    with pytest.raises(ValueError) as caught:
-        run.resume()
-    text = str(caught.value)
-    assert "checkpoint-4.safetensors (LoRA file)" in text and "checkpoint-final (not a checkpoint name)" in text
-    assert "--save_state" in text and "--resume_from_checkpoint checkpoint-4.safetensors" in text
-    compat = build(tmp_path, SETUPS["LoRA"], save_state=False, upstream_compat=True)
-    assert compat.resume() is None and "Starting from the beginning" in caplog.text
-
-
-def test_name_that_is_not_there_is_an_error(tmp_path):
-    state_at(tmp_path, 2)
-    with pytest.raises(ValueError, match=r"no resumable state.*checkpoint-2 \(state\)"):
-        build(tmp_path, SETUPS["LoRA"]).resume("checkpoint-3")
-
-
-def test_path_of_another_run(tmp_path):
-    state_at(tmp_path / "old", 2)
-    run = build(tmp_path / "new", SETUPS["LoRA"])
-    assert run.resume(str(tmp_path / "old" / "checkpoint-2")).step == 2
-    assert run.manager.last_saved is None
-
-
-# ---- warm start
-
-
-def test_bare_lora_file_is_a_warm_start_at_its_step(tmp_path, caplog):
-    run = build(tmp_path, SETUPS["LoRA"], save_state=False)
-    run.train(4, save_at=(4,))
-    again = build(tmp_path, SETUPS["LoRA"], save_state=False)
-    point = again.resume("checkpoint-4.safetensors")
-    assert (point.kind, point.step) == ("warm", 4) and "counted as step 4" in caplog.text
-    assert torch.equal(again.player.model.adapter.weight, run.player.model.adapter.weight)
-    assert not again.player.optimizer.state
-    assert again.player.optimizer.param_groups[0]["lr"] == run.player.optimizer.param_groups[0]["lr"]
-    assert point.epoch == 4 * 2 // 5
-
-
-def test_folder_with_only_the_weights_is_a_warm_start(tmp_path):
-    folder = state_at(tmp_path, 6)
-    for path in folder.iterdir():
-        if path.name != "lora_diffusion_pytorch_model.safetensors":
-            path.unlink()
-    run = build(tmp_path, SETUPS["LoRA"])
-    assert [entry.kind for entry in scan(tmp_path)] == [Kind.WEIGHTS]
-    assert run.resume("checkpoint-6").kind == "warm"
-    with pytest.raises(ValueError, match="no optimizer.bin and no scheduler.bin"):
-        run.resume("latest")
-
-
-# -------------------------------------------------------------------------------------------------- changed settings
-
-
-@pytest.mark.parametrize(("change", "says"), [
-    ({"rank": 8}, "--rank: saved 4, asked 8"),
-    ({"network_alpha": 8}, "--network_alpha: saved 2, asked 8"),
-    ({"target_name": "q"}, "--target_name: saved q,k, asked q"),
-    ({"train_batch_size": 1}, "--train_batch_size: saved 2, asked 1"),
-    ({"gradient_accumulation_steps": 1}, "--gradient_accumulation_steps: saved 2, asked 1"),
-    ({"seed": 4}, "--seed: saved 3, asked 4"),
-    ({"learning_rate": 0.1}, "--learning_rate: saved 0.05, asked 0.1"),
-    ({"max_train_steps": 20}, "--max_train_steps: saved 10, asked 20"),
-    ({"dataloader_num_workers": 2}, r"--dataloader_num_workers \(any\): saved False, asked True"),
-])
-def test_changed_settings_are_named_and_refused(tmp_path, change, says):
-    state_at(tmp_path, 2)
-    with pytest.raises(ValueError, match=says):
-        build(tmp_path, SETUPS["LoRA"], **change).resume()
-    point = build(tmp_path, SETUPS["LoRA"], allow_resume_changes=True, **change).resume()
-    assert point.kind == "partial" and any(says.split(":")[0].replace("\\", "") in note for note in point.notes)
-
-
-def test_changed_data_is_noticed_by_content(tmp_path):
-    meta = tmp_path / "metadata.json"
-    meta.write_text("[1]")
-    run = build(tmp_path / "out", SETUPS["LoRA"], train_data_meta=str(meta))
-    run.manager.save(2)
-    moved = tmp_path / "moved.json"
-    moved.write_text("[1]")
-    assert build(tmp_path / "out", SETUPS["LoRA"], train_data_meta=str(moved)).resume().kind == "exact"
-    moved.write_text("[1, 2]")
-    with pytest.raises(ValueError, match=r"--train_data_meta \(content\)"):
-        build(tmp_path / "out", SETUPS["LoRA"], train_data_meta=str(moved)).resume()
-
-
-def test_longer_constant_run_is_no_change(tmp_path):
-    build(tmp_path, SETUPS["LoRA"], lr_scheduler="constant").manager.save(2)
-    assert build(tmp_path, SETUPS["LoRA"], lr_scheduler="constant", max_train_steps=50).resume().kind == "exact"
-
-
-def test_allowed_learning_rate_is_used(tmp_path):
-    run = build(tmp_path, SETUPS["LoRA"], lr_scheduler="constant")
-    run.train(2, save_at=(2,))
-    again = build(tmp_path, SETUPS["LoRA"], lr_scheduler="constant", learning_rate=0.2, adam_beta1=0.5,
-                  allow_resume_changes=True)
-    again.resume()
-    again.train(3)
-    assert again.rates == [0.2] and again.player.optimizer.param_groups[0]["betas"][0] == 0.5
-
-
-def test_other_trained_parameters_are_named(tmp_path):
-    build(tmp_path, SETUPS["full, EMA"]).manager.save(2)
-    run = Run(make_args(tmp_path, use_ema=True, trainable_modules=["base"], allow_resume_changes=False))
-    run.player.groups[0].names = ["base.weight", "base.bias"]
-    with pytest.raises(ValueError, match="--trainable_modules: saved .'head'., asked .'base'."):
-        run.resume()
-    run.args.trainable_modules = ["head"]
-    with pytest.raises(ValueError, match="only in the saved state: head.bias, head.weight; only in this run: base.bias"):
-        run.resume()
-
-
-def test_seed_that_was_drawn_is_found_again(tmp_path):
-    state_at(tmp_path, 2)
-    args = make_args(tmp_path, seed=None, resume_from_checkpoint="latest")
-    assert saved_seed(args) == 3
-    assert saved_seed(make_args(tmp_path, resume_from_checkpoint="checkpoint-2")) == 3
-    assert saved_seed(make_args(tmp_path)) is None
-    assert saved_seed(make_args(tmp_path / "none", resume_from_checkpoint="latest")) is None
 
 
 # ---- pruning
@@ -480,65 +302,6 @@ def test_forced_state_without_save_state(tmp_path):
     assert build(tmp_path, SETUPS["LoRA"], save_state=False).resume().kind == "exact"
 
 
-# ----------------------------------------------------------------------------------------- folders of the original trainer
-
-
-def as_upstream(folder: Path, *, position: int = 2, epoch: int = 1) -> None:
-    """What the original trainer would have left: none of our files."""
-    for name in OURS:
-        (folder / name).unlink()
-    (folder / "sampler_pos_start.pkl").write_bytes(pickle.dumps([position, epoch]))
-
-
-@pytest.mark.parametrize("setup", ["full", "LoRA"])
-def test_upstream_folder_is_read_as_far_as_it_goes(tmp_path, caplog, setup):
-    run = build(tmp_path, SETUPS[setup])
-    run.train(4, save_at=(4,))
-    expected = torch.rand(3)
-    as_upstream(tmp_path / "checkpoint-4")
-    again = build(tmp_path, SETUPS[setup])
-    point = again.resume()
-    assert (point.kind, point.step, point.epoch) == ("upstream", 4, 1) and "noise" in caplog.text
-    assert again.loader.started == (1, 2)
-    assert torch.equal(torch.rand(3), expected)
-    left = differences(run.everything(), again.everything())
-    assert left == ["rng", "step"] or left == ["rng"]
-
-
-def test_upstream_folder_of_two_processes(tmp_path):
-    """Its schedule had counted two steps per optimizer step, and two worker queues of rows were fetched ahead."""
-    run = build(tmp_path, SETUPS["full"])
-    run.train(4, save_at=(4,))
-    folder = tmp_path / "checkpoint-4"
-    as_upstream(folder, position=9)
-    shutil.copy(folder / "random_states_0.pkl", folder / "random_states_1.pkl")
-    state = torch.load(folder / "scheduler.bin", weights_only=True)
-    torch.save({**state, "last_epoch": 8, "_step_count": 9}, folder / "scheduler.bin")
-    again = build(tmp_path, SETUPS["full"], dataloader_num_workers=2)
-    again.resume()
-    assert again.player.lr_scheduler.last_epoch == 4
-    assert again.loader.started == (1, 9 - 4)
-
-
-def test_compat_restores_what_upstream_restores(tmp_path):
-    """LoRA: weights, optimizer, schedule and epoch, but neither order nor streams. Full: weights through bf16."""
-    run = build(tmp_path / "lora", SETUPS["LoRA"], upstream_compat=True)
-    run.train(4, save_at=(4,))
-    assert pickle.loads((tmp_path / "lora" / "checkpoint-4" / "sampler_pos_start.pkl").read_bytes())[1] == 0
-    again = build(tmp_path / "lora", SETUPS["LoRA"], upstream_compat=True)
-    fresh = again.rng.snapshot()
-    point = again.resume()
-    assert (point.step, point.epoch) == (4, 0) and again.loader.started is None and again.rng.snapshot() == fresh
-    assert torch.equal(again.player.model.adapter.weight, run.player.model.adapter.weight)
-
-    full = build(tmp_path / "full", SETUPS["full"], upstream_compat=True)
-    full.train(4, save_at=(4,))
-    other = build(tmp_path / "full", SETUPS["full"], upstream_compat=True)
-    other.resume()
-    assert torch.equal(other.player.model.head.weight, full.player.model.head.weight.bfloat16().float())
-    assert other.loader.started[0] == 0
-
-
 # ---- recovery
 
 
@@ -570,3 +333,67 @@ def test_missing_rank_file_is_told_not_guessed(tmp_path):
     run.manager._share = lambda value: (scan(tmp_path)[0], None)
     point = run.resume()
     assert point.kind == "partial" and any("no part for rank 1" in note for note in point.notes)
+
+
+# ---- the real trainables
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.k(torch.tanh(self.q(x)))
+
+
+REAL = {
+    "named": ("named", {"trainable_modules": ["k"], "trainable_modules_low_learning_rate": ["q"]}),
+    "native": ("lora", {"use_peft_lora": False}),
+    "peft": ("lora", {"use_peft_lora": True}),
+}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("name", REAL)
+def test_real_trainables_come_back_bit_for_bit(tmp_path, name, masters):
+    """bf16 runs, with the trained parameters in bf16 or in fp32: weights and Adam moments after a resume."""
+    from types import SimpleNamespace
+
+    from videox_fun.training.checkpoint import CheckpointManager
+    from videox_fun.training.checkpoint_parts import live_parameters
+    from videox_fun.training.context import Player
+    from videox_fun.training.optimizers import build_optimizer
+    from videox_fun.training.trainable import make_trainable
+
+    kind, flags = REAL[name]
+    args = make_args(tmp_path, lora_skip_name=None, train_text_encoder=False, master_weights_fp32=masters,
+                     training_with_video_token_length=False, **flags)
+
+    def make(seed: int):
+        shell = Run(make_args(tmp_path, seed=3))
+        shell.ctx.args, shell.ctx.weight_dtype = args, torch.bfloat16
+        shell.ctx.spec = SimpleNamespace(id="tiny/train", trainable=kind, options={})
+        torch.manual_seed(5)
+        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([Block()])}).bfloat16()
+        player = Player("transformer", model, make_trainable(shell.ctx.spec, args))
+        torch.manual_seed(seed)
+        player.groups = player.trainable.attach(shell.ctx, player)
+        player.optimizer = build_optimizer(args, player.groups)
+        return player, CheckpointManager(shell.ctx, players=[player])
+
+    player, manager = make(1)
+    for _ in range(3):
+        for p in live_parameters(player).values():
+            p.grad = torch.randn_like(p)
+        player.optimizer.step()
+    manager.save(3)
+    assert (tmp_path / "checkpoint-3" / "trainable_parameters.safetensors").exists() == masters
+    other, again = make(2)
+    assert again.resume("latest").kind == "exact"
+    mine, theirs = live_parameters(player), live_parameters(other)
+    assert mine.keys() == theirs.keys() and len(mine) == 4
+    for key, value in mine.items():
+        assert value.dtype == (torch.float32 if masters else torch.bfloat16)
+        assert torch.equal(value, theirs[key]), key
+        assert torch.equal(player.optimizer.state[value]["exp_avg"], other.optimizer.state[theirs[key]]["exp_avg"])

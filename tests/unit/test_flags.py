@@ -194,25 +194,6 @@ def test_refusals_name_the_flag_and_the_way_out(capsys: pytest.CaptureFixture[st
         assert text in err
 
 
-def test_text_encoder_in_forked_cuda_workers_is_refused(capsys: pytest.CaptureFixture[str],
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [*BASE, "--enable_text_encoder_in_dataloader", "--dataloader_num_workers", "2"]
-    monkeypatch.setattr("videox_fun.training.flag_checks.cuda_is_expected", lambda: False)
-    assert parse("wan2.1/train_lora", words).dataloader_num_workers == 2
-    monkeypatch.setattr("videox_fun.training.flag_checks.cuda_is_expected", lambda: True)
-    assert "--dataloader_num_workers 0" in refusal(capsys, "wan2.1/train_lora", words)
-
-
-def test_cuda_is_not_expected_when_the_launcher_says_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from videox_fun.training.flag_checks import cuda_is_expected
-
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert not cuda_is_expected()
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not cuda_is_expected()
-
-
 def _inputs(tmp_path: Path) -> list[str]:
     (tmp_path / "model").mkdir()
     (tmp_path / "clips").mkdir()

@@ -30,6 +30,16 @@ def setup_arguments() -> dict[str, object]:
     return json.loads(result.stdout)
 
 
+def test_console_scripts_answer(setup_arguments: dict[str, object]) -> None:
+    rows = dict(row.split(" = ") for row in setup_arguments["entry_points"]["console_scripts"])
+    assert set(rows) == {"videox-audit", "videox-lora"}
+    for name, target in rows.items():
+        module, function = target.split(":")
+        code = f"import sys; from {module} import {function}; sys.argv = [{name!r}, '--help']; sys.exit({function}())"
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0 and f"usage: {name}" in result.stdout, result.stderr
+
+
 def pins() -> dict[str, str]:
     found = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
@@ -66,7 +76,8 @@ def test_every_requirement_is_a_range_with_a_pin(setup_arguments: dict[str, obje
 
 def test_torch_is_pinned_without_a_build_tag_and_torchvision_is_not_needed(setup_arguments: dict[str, object]) -> None:
     assert re.fullmatch(r"2\.\d+\.\d+", pins()["torch"])
-    assert "torchvision" not in json.dumps(setup_arguments) and "torchvision" not in pins()
+    asked = json.dumps([setup_arguments["install_requires"], setup_arguments["extras_require"]])
+    assert "torchvision" not in asked and "torchvision" not in pins()
 
 
 def test_what_the_packages_import_is_declared(setup_arguments: dict[str, object]) -> None:

@@ -201,6 +201,11 @@ def test_modules_have_docstrings_and_packages_an_init() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_sources_parse_as_python_310() -> None:
+    for path in sources("videox_fun", "optim_patches", "scripts", "benchmarks", "tests"):
+        ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=(3, 10))
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -291,8 +296,8 @@ def test_the_tree_in_the_readme_is_the_tree_on_disk(name: str) -> None:
 
 
 def test_style_is_clean() -> None:
-    result = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."], cwd=ROOT, capture_output=True,
-                            text=True, check=False)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if "No module named ruff" in result.stderr:
         pytest.skip("ruff is not installed")
     assert result.returncode == 0, result.stdout

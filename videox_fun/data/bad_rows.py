@@ -60,6 +60,11 @@ class BadRows:
             raise DataError(f"{self.source}: {self.count} bad rows, --max_data_errors allows {self.max_errors}"
                             + self.listing())  # fmt: skip
 
+    def mark(self, row: int, reason: str) -> None:
+        """Record a row that was found bad, and reported, before training."""
+        self._reasons[row] = f"row {row + 1}: {reason}"
+        self._state[row] = _BAD
+
     def check_hope(self, *, video: bool, consecutive: int) -> None:
         """Stop when no row of this kind is left, or when bad rows come without end."""
         kind = "video" if video else "image"

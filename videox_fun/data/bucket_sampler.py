@@ -210,6 +210,7 @@ class AspectRatioBatchImageVideoSampler(ResumableBatchSampler):
         self.train_folder = train_folder
         self.aspect_ratios = aspect_ratios
         self.sizes = RowSizes(dataset, folder=train_folder, upstream_compat=upstream_compat)
+        self._ratios: dict[tuple[int, int], float] = {}
 
     def kind_of(self, row: dict[str, Any]) -> str:
         return "video" if is_video(row) else "image"
@@ -219,8 +220,9 @@ class AspectRatioBatchImageVideoSampler(ResumableBatchSampler):
         size = self.sizes(index, row)
         if size is None:
             return None
-        _, ratio = get_closest_ratio(*size, ratios=self.aspect_ratios)
-        return f"{self.kind_of(row)}:{ratio}"
+        if size not in self._ratios:
+            self._ratios[size] = get_closest_ratio(*size, ratios=self.aspect_ratios)[1]
+        return f"{self.kind_of(row)}:{self._ratios[size]}"
 
 
 class AspectRatioBatchSampler(AspectRatioBatchImageVideoSampler):

@@ -42,7 +42,7 @@ def get_relative_pose(cam_params: Sequence[Camera]) -> np.ndarray:
 
 
 def ray_condition(K: torch.Tensor, c2w: torch.Tensor, H: int, W: int, device: str | torch.device) -> torch.Tensor:
-    """Plücker maps ``[B, V, H, W, 6]`` from intrinsics ``K [B, V, 4]`` (fx, fy, cx, cy) and poses ``c2w [B, V, 4, 4]``."""
+    """Plücker maps ``[B, V, H, W, 6]`` of intrinsics ``K [B, V, 4]`` (fx, fy, cx, cy) and poses ``[B, V, 4, 4]``."""
     rows, columns = custom_meshgrid(
         torch.arange(H, device=device, dtype=c2w.dtype), torch.arange(W, device=device, dtype=c2w.dtype)
     )

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from videox_fun.data.bad_rows import BadRows, DataError
 from videox_fun.data.bucket_sampler import ImageVideoSampler, resolve
 from videox_fun.data.camera import poses_at_frames, process_pose_params, read_pose_file
-from videox_fun.data.decode import CONTROL_BACKGROUND, VideoReader, load_image
+from videox_fun.data.decode import CONTROL_BACKGROUND, VideoReader, load_image, media_kind
 from videox_fun.data.geometry import sampled_frames
 from videox_fun.data.masks import get_random_mask
 from videox_fun.data.metadata import (
@@ -37,7 +37,7 @@ from videox_fun.data.metadata import (
     load_rows,
     repeat_videos,
 )
-from videox_fun.data.probe import decode_in_own_process, is_suspect
+from videox_fun.data.probe import decode_in_own_process, is_suspect, probe_media
 from videox_fun.data.resize import resize_frame
 from videox_fun.data.transforms import first_frame_as_image, square_frames, square_image
 from videox_fun.data.utils import padding_image
@@ -200,11 +200,11 @@ class ImageVideoDataset(AnnotatedDataset):
             reader = VideoReader(self.path_of(name))
         return reader
 
-    def read_clip(self, name: str) -> tuple[np.ndarray, np.ndarray, int]:
-        """``(frames, their indices, frames in the clip)``, from a drawn start."""
+    def read_clip(self, name: str, *, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray, int]:
+        """``(frames, their indices, frames in the clip)``, from a drawn start; the clip ends after ``at_most``."""
         with self.open_clip(name) as reader:
             length = len(reader)
-            indices = self.draw_indices(length, name)
+            indices = self.draw_indices(min(length, at_most or length), name)
             return reader.read(indices, transform=self._shrink), indices, length
 
     def draw_indices(self, length: int, name: str) -> np.ndarray:
@@ -238,7 +238,7 @@ class ImageVideoDataset(AnnotatedDataset):
 
     def shape_image(self, image: Image.Image) -> Any:
         if self.enable_bucket:
-            return np.asarray(image)[None]
+            return np.array(image)[None]
         return square_image(image, size=min(self.image_sample_size))
 
     def _finish(self, item: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class ImageVideoControlDataset(ImageVideoDataset):
         return (self._read_video_row if is_video(row) else self._read_image_row)(row, idx % self.length)
 
     def _read_video_row(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
-        frames, indices, length = self.read_clip(row["file_path"])
+        frames, indices, length = self.read_clip(row["file_path"], at_most=self._control_length(row))
         text = self.draw_text(row)
         control, camera = self._read_control_clip(row.get("control_file_path"), frames, indices, length)
         return {
@@ -343,6 +343,13 @@ class ImageVideoControlDataset(ImageVideoDataset):
             "subject_image": self._read_subjects(row, idx, image.height, image.width),
             "text": text,
         }
+
+    def _control_length(self, row: dict[str, Any]) -> int | None:
+        """Frames of the control clip: a target may not be read beyond its control."""
+        name = row.get("control_file_path")
+        if self.upstream_compat or not name or media_kind(name) != "video":
+            return None
+        return probe_media(self.path_of(name), kind="video").frames
 
     def _read_control_clip(
         self, name: str | None, frames: np.ndarray, indices: np.ndarray, length: int

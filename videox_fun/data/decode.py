@@ -42,7 +42,7 @@ class DecodeError(ValueError):
 
 def media_kind(path: str | Path) -> str | None:
     """``"video"`` or ``"image"`` by the extension, ``None`` when it says neither."""
-    suffix = Path(path).suffix.lower()
+    suffix = os.path.splitext(str(path))[1].lower()
     if suffix in VIDEO_EXTENSIONS:
         return "video"
     return "image" if suffix in IMAGE_EXTENSIONS else None
@@ -104,14 +104,19 @@ class VideoReader(AbstractContextManager):
     # -- table of frames ---------------------------------------------------------------------------------------------
     def _table_from_index(self) -> FrameTable | None:
         """The container's own index, when it lists every frame in display order."""
-        entries = [entry for entry in self._stream.index_entries if not entry.is_discard]
-        if "mp4" not in self._container.format.name.split(",") or not entries:
+        index = getattr(self._stream, "index_entries", ())  # PyAV 16 and later
+        entries = [entry for entry in index if not entry.is_discard] if self._is_mp4 else []
+        if not entries:
             return None
         self._check_cut_off(max(entry.pos + entry.size for entry in entries))
         if self._stream.codec_context.has_b_frames:
             return None  # the index holds decoding times, which are not display times here
         keys = [(entry.timestamp, entry.timestamp) for entry in entries if entry.is_keyframe]
         return FrameTable([entry.timestamp for entry in entries], keys, from_index=True)
+
+    @property
+    def _is_mp4(self) -> bool:
+        return "mp4" in self._container.format.name.split(",")
 
     def _check_cut_off(self, end: int) -> None:
         size = os.fstat(self._handle.fileno()).st_size
@@ -126,6 +131,8 @@ class VideoReader(AbstractContextManager):
             self._check_time()
             if not packet.size or packet.is_discard:
                 continue
+            if packet.is_corrupt and self._is_mp4:
+                raise DecodeError(f"{self.path}: the file is cut off (a frame is incomplete)")
             stamps.append(packet.pts)
             if packet.is_keyframe and packet.pts is not None:
                 keys.append((packet.pts, packet.dts if packet.dts is not None else packet.pts))

@@ -82,7 +82,7 @@ def _padded_reference(reference_1CHW: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The reference as an 8-bit picture on white, back in [-1, 1]."""
     height, width = plan.crop_to
     array = first_frame_as_image(reference_1CHW).numpy().astype(np.uint8)
-    padded = np.asarray(padding_image(Image.fromarray(array), width, height))
+    padded = np.array(padding_image(Image.fromarray(array), width, height))
     return prepare_frames(padded[None], resize_to=plan.crop_to, crop_to=plan.crop_to)
 
 

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from videox_fun.data.bad_rows import DataError
 from videox_fun.data.module import DataModule
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,9 @@ class BatchDataset(Dataset):
     def __init__(self, module: DataModule) -> None:
         self.items = module.dataset
         self.collate = module.collate_fn
+        self.drawing = self.collate  # the collate that holds a generator, inside whatever wraps it
+        while self.drawing is not None and not hasattr(self.drawing, "rng"):
+            self.drawing = getattr(self.drawing, "collate", None)
 
     def __getitem__(self, request: Request) -> dict[str, Any]:
         if request.seeds is not None:
@@ -56,9 +58,9 @@ class BatchDataset(Dataset):
         words = np.random.SeedSequence(seeds).generate_state(4)
         random.seed(int(words[0]))
         np.random.seed(int(words[1]))
-        torch.manual_seed(int(words[2]))
-        if getattr(self.collate, "rng", None) is not None:
-            self.collate.rng = np.random.Generator(np.random.PCG64(int(words[3])))
+        torch.default_generator.manual_seed(int(words[2]))  # not CUDA's: this may be a forked worker
+        if self.drawing is not None:
+            self.drawing.rng = np.random.Generator(np.random.PCG64(int(words[3])))
 
 
 class _Requests(Sampler):
@@ -118,7 +120,6 @@ class TrainLoader:
         self._torch_loader: DataLoader | None = None
         self._sent: deque[Request] = deque()
         self._epoch = 0
-        self._empty_epochs = 0
         self._state = self._fresh_state(0)
         self._entry: dict[str, Any] | None = None
 
@@ -135,11 +136,16 @@ class TrainLoader:
 
     # -- iteration ---------------------------------------------------------------------------------------------------
     def epoch(self, epoch: int) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The batches of an epoch as ``(batch, is_last)``; continues in the middle after ``load_state_dict``."""
-        self._epoch = epoch
-        entry, self._entry = self._entry, None
-        if entry is not None and entry["epoch"] != epoch:
+        """The batches of an epoch as ``(batch, is_last)``; continues in the middle after ``load_state_dict``.
+
+        An epoch that the loaded state has already finished gives nothing.
+        """
+        entry = self._entry
+        if entry is not None and entry["epoch"] > epoch:
+            return
+        if entry is not None and entry["epoch"] < epoch:
             raise ValueError(f"the loader's state is in epoch {entry['epoch']}, but epoch {epoch} was asked for")
+        self._epoch, self._entry = epoch, None
         self._enter(entry)
         fetches = self._fetch_with_workers() if self._workers else self._fetch_here(entry)
         try:
@@ -150,23 +156,14 @@ class TrainLoader:
     def _one_ahead(self, fetches: Iterator[tuple[Request, Any, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
         started = time.perf_counter()
         pending = next(fetches, None)
-        self._count_empty(pending is None)
+        if pending is None:
+            self._state = self._fresh_state(self._epoch + 1)
         while pending is not None:
             (request, batch, _), pending = pending, next(fetches, None)
             self.wait_s = time.perf_counter() - started
             self._state = self._fresh_state(self._epoch + 1) if pending is None else self._state_after(request, pending)
             yield self._to_device(batch), pending is None
             started = time.perf_counter()
-
-    def _count_empty(self, empty: bool) -> None:
-        self._empty_epochs = self._empty_epochs + 1 if empty else 0
-        if empty:
-            self._state = self._fresh_state(self._epoch + 1)
-        if self._empty_epochs > self.module.options.train_batch_size:
-            raise DataError(
-                f"{self._empty_epochs} epochs in a row gave no batch: no bucket of this data ever fills "
-                f"--train_batch_size {self.module.options.train_batch_size} on {self.world} process(es)"
-            )
 
     def _fetch_here(self, entry: dict[str, Any] | None) -> Iterator[tuple[Request, Any, Any]]:
         pending_rng = entry["pending_rng"] if entry is not None else None
@@ -190,16 +187,16 @@ class TrainLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                raise self._explain_crash(error) from error
+                if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):
+                    raise
+                raise RuntimeError(self._crash_text(error)) from error
             yield self._sent.popleft(), batch, None
 
-    def _explain_crash(self, error: RuntimeError) -> Exception:
-        if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):
-            return error
-        rows = getattr(self.module.dataset, "dataset", None)
+    def _crash_text(self, error: RuntimeError) -> str:
+        rows = self.module.dataset.dataset
         asked = self._sent[0].indices if self._sent else ()
-        files = [str(rows[index].get("file_path", index)) for index in asked] if rows is not None else list(asked)
-        return RuntimeError(
+        files = [str(rows[index].get("file_path", index)) for index in asked]
+        return (
             f"a data worker died while the batch with {files} was due ({error}). Usual reasons: no memory left, "
             "/dev/shm too small, or a file that crashes the decoder. --dataloader_num_workers 0 shows which one."
         )
@@ -218,6 +215,8 @@ class TrainLoader:
                 prefetch_factor=self._prefetch_factor,
                 pin_memory=self._pin,
                 worker_init_fn=_SeedWorker(self.seed + self.rank) if compat_seed else None,
+                # A generator of its own: the loader must not draw from the stream that the step draws from.
+                generator=None if options.upstream_compat else torch.Generator().manual_seed(self.seed),
             )
         return self._torch_loader
 
@@ -227,9 +226,7 @@ class TrainLoader:
     # -- dealing -----------------------------------------------------------------------------------------------------
     def _enter(self, entry: dict[str, Any] | None) -> None:
         """Set the samplers to the start of the epoch, or to where ``entry`` says."""
-        generator = torch.Generator().manual_seed(self.seed + self._epoch)
-        sampler = self.module.random_sampler
-        sampler.generator = generator
+        self.module.set_epoch(self._epoch, seed=self.seed)
         if entry is not None:
             self.module.batch_sampler.load_state_dict(entry["sampler"])
         self._head = [list(batch) for batch in entry["head"]] if entry is not None else []
@@ -284,9 +281,15 @@ class TrainLoader:
         self._entry = dict(state)
 
     @property
-    def next_epoch(self) -> int:
-        """The epoch that the loaded or reached state continues in."""
-        return int(self._state["epoch"])
+    def sampler_position(self) -> tuple[int, int]:
+        """``(rows handed out, epoch)``: the state in the two numbers that upstream saves."""
+        return int(self._state["sampler"]["position"]), int(self._state["epoch"])
+
+    def start_at(self, epoch: int, position: int) -> None:
+        """Continue behind the first ``position`` rows of an epoch (a state that upstream saved)."""
+        number = position // (self.module.options.train_batch_size * self.world)
+        state = {**self._fresh_state(epoch), "number": number, "sampler": {"position": position, "buckets": {}}}
+        self.load_state_dict(state)
 
     def _fresh_state(self, epoch: int) -> dict[str, Any]:
         sampler = {"position": 0, "buckets": self.module.batch_sampler.leftovers}

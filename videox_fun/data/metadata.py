@@ -77,7 +77,7 @@ class RowStore(Sequence):
             return [self[number] for number in range(*index.indices(len(self)))]
         row = self._order[index]
         start = self._ends[row - 1] if row else 0
-        return json.loads(self._bytes[start : self._ends[row]].tobytes())
+        return json.loads(self._bytes[start : self._ends[row]].tobytes().decode("ascii"))
 
     def source_row(self, index: int) -> int:
         """The row of the annotation file that item ``index`` comes from."""
@@ -147,7 +147,7 @@ def _read(location: Path) -> tuple[list[Any], Callable[[int], str]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{location}: not valid JSON at line {error.lineno}: {error.msg}") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{location}: a .json annotation is a list of objects, this file holds a {type(rows).__name__}")
+        raise ValueError(f"{location}: a .json annotation is a list of objects, this is a {type(rows).__name__}")
     return rows, lambda index: f"row {index + 1}"
 
 

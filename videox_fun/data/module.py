@@ -17,7 +17,7 @@ from videox_fun.data.bucket_sampler import (
     RandomSampler,
     ResumableBatchSampler,
 )
-from videox_fun.data.collate import BucketCollate, CollateRules, Field, PlainCollate, TextEncodingCollate
+from videox_fun.data.collate import BucketCollate, CollateRules, Field, PlainCollate
 from videox_fun.data.dataset_image_video import (
     ImageVideoControlDataset,
     ImageVideoDataset,
@@ -143,6 +143,12 @@ class DataModule:
     def random_sampler(self) -> RandomSampler:
         return self.batch_sampler.sampler
 
+    def set_epoch(self, epoch: int, *, seed: int | None = None) -> None:
+        """Shuffle for ``epoch`` from its start, the same on all ranks."""
+        base = self.options.seed if seed is None else seed
+        self.random_sampler.generator = torch.Generator().manual_seed(base + epoch)
+        self.random_sampler._pos_start = 0
+
     def summary(self, *, probe_seconds: float = 30.0) -> DataSummary:
         """What this data will give: rows kept and dropped and why, buckets, real sizes and frame counts.
 
@@ -150,16 +156,6 @@ class DataModule:
         row is usable.
         """
         return summarize(self, probe_seconds=probe_seconds)
-
-    def encode_text_in_workers(self, *, tokenizer: Any, text_encoder: torch.nn.Module, max_length: int) -> None:
-        """Encode captions in the collate (``enable_text_encoder_in_dataloader``)."""
-        self.collate_fn = TextEncodingCollate(
-            self.collate_fn,
-            tokenizer=tokenizer,
-            text_encoder=text_encoder,
-            max_length=max_length,
-            upstream_compat=self.options.upstream_compat,
-        )
 
 
 def build_data(

@@ -66,7 +66,7 @@ def square_frames(frames_FHWC: np.ndarray, *, size: int) -> torch.Tensor:
 def square_image(image: Image.Image, *, size: int) -> torch.Tensor:
     """A picture as ``[1, 3, size, size]``, resized by PIL."""
     height, width = short_side_resize(image.height, image.width, size)
-    array = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    array = np.array(image.resize((width, height), Image.Resampling.BILINEAR))
     return prepare_frames(array[None], resize_to=(height, width), crop_to=(size, size))
 
 

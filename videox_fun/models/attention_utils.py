@@ -2,11 +2,11 @@
 
 Tensors are ``[batch, length, heads, head_dim]``. The backend is asked for with the environment variable
 ``VIDEOX_ATTENTION_TYPE`` (default ``FLASH_ATTENTION`` = the newest installed FlashAttention that fits the GPU). What a
-call cannot give to the backend asked for - CPU tensors, float32, a head size the kernel lacks - goes to SDPA, and the log
-says so once per reason. Padding (``q_lens``/``k_lens``) is masked by every backend.
+call cannot give to the backend asked for - CPU tensors, float32, a head size the kernel lacks - goes to SDPA, and the
+log says so once per reason. Padding (``q_lens``/``k_lens``) is masked by every backend.
 
-FlashAttention gets padded batches as packed sequences without unpacking anything: each sample becomes two sequences, its
-tokens and its padding, so no length has to be read back from the GPU.
+FlashAttention gets padded batches as packed sequences without unpacking anything: each sample becomes two sequences,
+its tokens and its padding, so no length has to be read back from the GPU.
 
 ``attention_counts()`` tells how many calls each backend got, which is the evidence the start-up audit reads. Calls in a
 compiled graph are counted once, when the graph is traced.
@@ -115,13 +115,13 @@ def _select(name: str, device_type: str, device_index: int, dtype: torch.dtype, 
     usable = [c for c in available_backends(torch.device(device_type, device_index)) if c in candidates]
     if not usable:
         wanted = ", ".join(_MODULES[c] for c in candidates)
-        logger.warning("attention runs on SDPA: %s is not available on this GPU (packages looked for: %s)", name, wanted)
+        logger.warning("attention runs on SDPA: %s is not usable on this GPU (looked for %s)", name, wanted)
         return SDPA
     for candidate in usable:
         if head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM[candidate]:
             return candidate
     largest = max(_MAX_HEAD_DIM[c] for c in usable)
-    logger.warning("attention with head size %d runs on SDPA: %s takes multiples of 8 up to %d", head_dim, name, largest)
+    logger.warning("attention of head size %d runs on SDPA: %s takes multiples of 8 to %d", head_dim, name, largest)
     return SDPA
 
 

@@ -1,8 +1,8 @@
-"""Weight files of the frozen encoders: read without running code, matched key for key, written in the native layout.
+"""Weight files of the frozen encoders: read without running code, matched key for key, written natively.
 
-A file is read with safetensors or ``torch.load(weights_only=True)``, memory-mapped where its format allows. The module is
-built on the meta device and the tensors of the file become its parameters, so the weights are in memory once.
-Every key of the file and every parameter of the module must find its partner; what does not is an error that says so.
+A file is read with safetensors or ``torch.load(weights_only=True)``, memory-mapped where its format allows. The module
+is built on the meta device and the tensors of the file become its parameters, so the weights are in memory once.
+Every key of the file and every parameter of the module must find its partner; what does not is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def read_tensors(path: str | os.PathLike) -> dict[str, Tensor]:
     if path.is_dir():
         return _read_folder(path)
     if not path.is_file():
-        raise ValueError(f"'{path}' does not exist. Check the model folder and the *_subpath of the configuration file.")
+        raise ValueError(f"'{path}' does not exist. Check the model folder and the *_subpath entries of the yaml file.")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -112,7 +112,7 @@ def _some(items: Iterable[str]) -> str:
 
 
 def write_tensors(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None:
-    """Write a ``.safetensors`` or torch file. A rename puts it in place, since the old file may be mapped into memory."""
+    """Write a ``.safetensors`` or torch file; a rename puts it in place, since the old one may be memory-mapped."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -126,18 +126,16 @@ def write_tensors(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> Non
     os.replace(hidden, path)
 
 
-def constructor_sizes(wanted: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Values for the constructor arguments ``names``: those of the configuration first, then those of the weights."""
-    merged = {**found, **{key: value for key, value in wanted.items() if value is not None}}
-    return {name: merged[name] for name in names if name in merged}
-
-
 class NativeWeights:
-    """Mixin of modules whose weights have a published layout of their own."""
+    """Mixin, placed before ``ModelMixin``, of models whose weights have a published layout of their own."""
 
     def native_state_dict(self) -> dict[str, Tensor]:
         """Weights under the keys of the published files."""
         raise NotImplementedError
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.to``; diffusers warns at every cast of float32 parts that these models do not have."""
+        return nn.Module.to(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def save_native(self, path: str | os.PathLike) -> None:
         """Write the published layout to a ``.safetensors`` or ``.pth`` file."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from videox_fun.models.attention_utils import attention
-from videox_fun.models.wan_ops import apply_rope, gated_residual, layer_norm, modulated_norm, rms_norm
+from videox_fun.models.wan_ops import apply_rope, gated_residual, gelu_tanh, layer_norm, modulated_norm, rms_norm
 from videox_fun.models.wan_rope import rope_apply_qk
 
 IMAGE_TOKENS = 257  # CLIP ViT-H/14: 16 x 16 patches and the class token
@@ -43,6 +43,16 @@ class WanLayerNorm(nn.LayerNorm):
         if shift is None or scale is None:
             return layer_norm(x, self.weight, self.bias, self.eps)
         return modulated_norm(x, shift, scale, self.eps)
+
+
+class WanGELU(nn.GELU):
+    """The tanh form of GELU, in the form that compiles best."""
+
+    def __init__(self) -> None:
+        super().__init__(approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu_tanh(x)
 
 
 class GatedResidual(nn.Module):
@@ -125,7 +135,7 @@ class WanT2VCrossAttention(WanSelfAttention):
 
 
 class WanI2VCrossAttention(WanSelfAttention):
-    """Attention to the image tokens (the first 257 of the context) and to the text, with own keys and values; summed."""
+    """Attention to the image tokens (first 257 of the context) plus attention to the text, each with own keys."""
 
     def __init__(
         self,
@@ -191,7 +201,7 @@ class WanAttentionBlock(nn.Module):
         cross_attention = WAN_CROSSATTENTION_CLASSES[cross_attn_type]
         self.cross_attn = cross_attention(dim, num_heads, (-1, -1), qk_norm, eps)
         self.norm2 = WanLayerNorm(dim, eps)
-        self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
+        self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), WanGELU(), nn.Linear(ffn_dim, dim))
         self.gate_attn = GatedResidual()
         self.gate_ffn = GatedResidual()
         self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)

@@ -14,6 +14,7 @@ And a layer norm whose mean is set to zero is an RMS norm, up to one rank-one te
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -181,6 +182,16 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return (_upcast(x) + _upcast(y) * gate).to(x.dtype)
     return torch.addcmul(x, y, gate.to(x.dtype))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh form of GELU."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    # (1 + tanh(u)) / 2 = sigmoid(2u): compiled code computes an exponential in about half the time of a tanh.
+    wide = _upcast(x)
+    double_u = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (wide * torch.sigmoid(double_u)).to(x.dtype)
 
 
 def _rotate(x_BLHE: Tensor, freqs: Tensor) -> Tensor:

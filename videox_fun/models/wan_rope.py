@@ -1,9 +1,9 @@
 """Three-axis rotary tables of the Wan transformers.
 
-The head dimension is split over time, height and width: ``d - 4*(d//6)``, ``2*(d//6)`` and ``2*(d//6)``. A token at grid
-position (f, h, w) turns its pairs by the angles of the three axes. The angles are computed in float64 once; the table of
-a grid, ``[tokens, d/2, 2]`` of cosine and sine in float32, is put together from the three short axis tables and kept for
-the last few grids, so that a step costs no work and no transfer.
+The head dimension is split over time, height and width: ``d - 4*(d//6)``, ``2*(d//6)`` and ``2*(d//6)``. A token at
+grid position (f, h, w) turns its pairs by the angles of the three axes. The angles are computed in float64 once; the
+table of a grid, ``[tokens, d/2, 2]`` of cosine and sine in float32, is put together from the three short axis tables
+and kept for the last few grids, so that a step costs no work and no transfer.
 
 RIFLEx (longer videos than trained) replaces one frequency of the time axis, so that its period covers the whole clip.
 """
@@ -104,7 +104,8 @@ class RopeTable:
         if key in self._grids:
             self._grids.move_to_end(key)
         else:
-            with torch.no_grad():
+            # Tables made in inference mode could not be used by a later training step.
+            with torch.inference_mode(False), torch.no_grad():
                 self._grids[key] = self._build(frames, height, width, device, padding)
             if len(self._grids) > _KEPT_GRIDS:
                 self._grids.popitem(last=False)

@@ -170,7 +170,7 @@ class WanT5EncoderModel(NativeWeights, ModelMixin, ConfigMixin):
         self.norm = T5LayerNorm(dim)
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> tuple[Tensor]:
-        """Embeddings ``[B, L, dim]`` as the only entry of a tuple. ``attention_mask`` is 1 for tokens, 0 for padding."""
+        """Embeddings ``[B, L, dim]``, the only entry of a tuple; ``attention_mask`` is 1 for tokens, 0 for padding."""
         if input_ids is None:
             raise ValueError("input_ids is required.")
         x = self.edge_dropout(self.token_embedding(input_ids))

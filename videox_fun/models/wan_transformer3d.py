@@ -6,16 +6,16 @@ A forward has three parts, so that variants can replace one of them:
 ``run_blocks``  the transformer blocks, one call of ``run_block`` each (gradient checkpointing lives there);
 ``decode``      drop the tokens that were only context, output head, patches back to pixels.
 
-Nothing in a forward waits for the GPU: the batch shares one grid, so lengths are shapes, and the rotary table of a grid is
-built once. Padding up to ``seq_len`` is masked attention over tokens that are thrown away afterwards, so it is not
-computed at all, unless ``attend_padding`` is set, which reproduces the unmasked result.
+Nothing in a forward waits for the GPU: the batch shares one grid, so lengths are shapes, and the rotary table of a grid
+is built once. Padding up to ``seq_len`` would be masked in attention and thrown away afterwards, so it is not computed
+at all, unless ``attend_padding`` is set, which reproduces the unmasked result.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from videox_fun.models.wan_blocks import (
-    IMAGE_TOKENS,
     WAN_CROSSATTENTION_CLASSES,
     GatedResidual,
     Head,
@@ -120,31 +119,14 @@ class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
 
     @register_to_config
     def __init__(
-        self,
-        model_type: str = "t2v",
-        patch_size: tuple[int, int, int] = (1, 2, 2),
-        text_len: int = 512,
-        in_dim: int = 16,
-        dim: int = 2048,
-        ffn_dim: int = 8192,
-        freq_dim: int = 256,
-        text_dim: int = 4096,
-        out_dim: int = 16,
-        num_heads: int = 16,
-        num_layers: int = 32,
-        window_size: tuple[int, int] = (-1, -1),
-        qk_norm: bool = True,
-        cross_attn_norm: bool = True,
-        eps: float = 1e-6,
-        in_channels: int = 16,
-        hidden_size: int = 2048,
-        add_control_adapter: bool = False,
-        in_dim_control_adapter: int = 24,
-        downscale_factor_control_adapter: int = 8,
-        add_ref_conv: bool = False,
-        in_dim_ref_conv: int = 16,
+        self, model_type: str = "t2v", patch_size: tuple[int, int, int] = (1, 2, 2), text_len: int = 512,
+        in_dim: int = 16, dim: int = 2048, ffn_dim: int = 8192, freq_dim: int = 256, text_dim: int = 4096,
+        out_dim: int = 16, num_heads: int = 16, num_layers: int = 32, window_size: tuple[int, int] = (-1, -1),
+        qk_norm: bool = True, cross_attn_norm: bool = True, eps: float = 1e-6, in_channels: int = 16,
+        hidden_size: int = 2048, add_control_adapter: bool = False, in_dim_control_adapter: int = 24,
+        downscale_factor_control_adapter: int = 8, add_ref_conv: bool = False, in_dim_ref_conv: int = 16,
         cross_attn_type: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if cross_attn_type is None:
             cross_attn_type = "i2v_cross_attn" if model_type == "i2v" else "t2v_cross_attn"
@@ -230,7 +212,7 @@ class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
         strict: bool = False,
         allow_partial: bool = False,
     ) -> WanTransformer3DModel:
-        """Load a folder (native or diffusers layout) or a file; see :func:`videox_fun.models.loading.load_transformer`."""
+        """Load a folder (native or diffusers layout) or a file; see ``videox_fun.models.loading.load_transformer``."""
         from videox_fun.models.loading import load_transformer
 
         return load_transformer(
@@ -276,10 +258,11 @@ class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
     ) -> Tensor:
         """Predicted velocity ``[B, out_dim, T, H, W]`` of noisy latents ``x [B, C, T, H, W]``.
 
-        ``t`` is ``[B]`` or, one per token, ``[B, L]``; ``context`` is text ``[B, l, text_dim]`` or a list of ``[l, text_dim]``
-        with ``l <= text_len``; ``y`` is concatenated to ``x`` on channels; ``clip_fea [B, 257, 1280]``; ``y_camera`` rays
-        ``[B, C, T, H*8, W*8]``; ``full_ref [B, C, H, W]`` becomes frame 0; ``subject_ref [B, C, n, H, W]`` frames are
-        appended. ``cond_flag`` is only read by caches that tell the guided half from the other.
+        ``t`` is ``[B]`` or, one per token, ``[B, L]``; ``context`` is text ``[B, l, text_dim]`` or a list of
+        ``[l, text_dim]`` with ``l <= text_len``; ``y`` is concatenated to ``x`` on channels; ``clip_fea`` is
+        ``[B, 257, 1280]``; ``y_camera`` are rays ``[B, C, T, H*8, W*8]``; ``full_ref [B, C, H, W]`` becomes frame 0;
+        ``subject_ref [B, C, n, H, W]`` frames are appended. ``cond_flag`` is only read by caches that tell the guided
+        half of a sampling step from the other.
         """
         embedded = self.embed(
             x, t, context, seq_len, clip_fea=clip_fea, y=y, y_camera=y_camera, full_ref=full_ref,
@@ -350,7 +333,7 @@ class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
         return e, e0
 
     def embed_context(self, context: Tensor | Sequence[Tensor], clip_fea: Tensor | None = None) -> Tensor:
-        """Text padded with zeros to ``text_len`` (the models are trained that way, unmasked), after the image tokens."""
+        """Image tokens, then text padded with zeros to ``text_len`` (unmasked: the models are trained that way)."""
         if not isinstance(context, Tensor):
             context = nn.utils.rnn.pad_sequence(list(context), batch_first=True)
         if context.shape[1] > self.text_len:
@@ -426,55 +409,22 @@ class Wan2_2Transformer3DModel(WanTransformer3DModel):
     _image_branch = False
 
     def __init__(
-        self,
-        model_type: str = "t2v",
-        patch_size: tuple[int, int, int] = (1, 2, 2),
-        text_len: int = 512,
-        in_dim: int = 16,
-        dim: int = 2048,
-        ffn_dim: int = 8192,
-        freq_dim: int = 256,
-        text_dim: int = 4096,
-        out_dim: int = 16,
-        num_heads: int = 16,
-        num_layers: int = 32,
-        window_size: tuple[int, int] = (-1, -1),
-        qk_norm: bool = True,
-        cross_attn_norm: bool = True,
-        eps: float = 1e-6,
-        in_channels: int = 16,
-        hidden_size: int = 2048,
-        add_control_adapter: bool = False,
-        in_dim_control_adapter: int = 24,
-        downscale_factor_control_adapter: int = 8,
-        add_ref_conv: bool = False,
-        in_dim_ref_conv: int = 16,
-    ) -> None:
+        self, model_type: str = "t2v", patch_size: tuple[int, int, int] = (1, 2, 2), text_len: int = 512,
+        in_dim: int = 16, dim: int = 2048, ffn_dim: int = 8192, freq_dim: int = 256, text_dim: int = 4096,
+        out_dim: int = 16, num_heads: int = 16, num_layers: int = 32, window_size: tuple[int, int] = (-1, -1),
+        qk_norm: bool = True, cross_attn_norm: bool = True, eps: float = 1e-6, in_channels: int = 16,
+        hidden_size: int = 2048, add_control_adapter: bool = False, in_dim_control_adapter: int = 24,
+        downscale_factor_control_adapter: int = 8, add_ref_conv: bool = False, in_dim_ref_conv: int = 16,
+    ) -> None:  # fmt: skip
         super().__init__(
-            model_type=model_type,
-            patch_size=patch_size,
-            text_len=text_len,
-            in_dim=in_dim,
-            dim=dim,
-            ffn_dim=ffn_dim,
-            freq_dim=freq_dim,
-            text_dim=text_dim,
-            out_dim=out_dim,
-            num_heads=num_heads,
-            num_layers=num_layers,
-            window_size=window_size,
-            qk_norm=qk_norm,
-            cross_attn_norm=cross_attn_norm,
-            eps=eps,
-            in_channels=in_channels,
-            hidden_size=hidden_size,
-            add_control_adapter=add_control_adapter,
+            model_type=model_type, patch_size=patch_size, text_len=text_len, in_dim=in_dim, dim=dim, ffn_dim=ffn_dim,
+            freq_dim=freq_dim, text_dim=text_dim, out_dim=out_dim, num_heads=num_heads, num_layers=num_layers,
+            window_size=window_size, qk_norm=qk_norm, cross_attn_norm=cross_attn_norm, eps=eps,
+            in_channels=in_channels, hidden_size=hidden_size, add_control_adapter=add_control_adapter,
             in_dim_control_adapter=in_dim_control_adapter,
-            downscale_factor_control_adapter=downscale_factor_control_adapter,
-            add_ref_conv=add_ref_conv,
-            in_dim_ref_conv=in_dim_ref_conv,
-            cross_attn_type="cross_attn",
-        )
+            downscale_factor_control_adapter=downscale_factor_control_adapter, add_ref_conv=add_ref_conv,
+            in_dim_ref_conv=in_dim_ref_conv, cross_attn_type="cross_attn",
+        )  # fmt: skip
 
 
 def _as_batch(x: Tensor | Sequence[Tensor]) -> Tensor:

@@ -127,7 +127,7 @@ class WanRecipe(Recipe):
         return components
 
     def _transformer(self, ctx: RunContext) -> nn.Module:
-        from videox_fun.models.loading import load_overrides
+        from videox_fun.models.loading import load_weights
         from videox_fun.models.wan_transformer3d import WanTransformer3DModel
 
         # Upstream always passes the weights through bfloat16; a float32 run then starts from rounded weights.
@@ -138,16 +138,17 @@ class WanRecipe(Recipe):
             strict=True, allow_partial=ctx.args.allow_partial_load,
         ).to(ctx.weight_dtype)
         if ctx.args.transformer_path:
-            load_overrides(model, ctx.args.transformer_path, flag="--transformer_path",
-                           allow_partial=ctx.args.allow_partial_load)
+            load_weights(model, ctx.args.transformer_path, strict=True, allow_partial=ctx.args.allow_partial_load)
         return model
 
     def _vae(self, ctx: RunContext) -> nn.Module:
         from videox_fun.models.wan_vae import AutoencoderKLWan
 
         path = ctx.args.vae_path or self._part(ctx, "vae_kwargs", "vae_subpath")
-        vae = AutoencoderKLWan.from_pretrained(str(path), additional_kwargs=section(ctx.config, "vae_kwargs"))
-        return vae.eval().to(ctx.weight_dtype)
+        vae = AutoencoderKLWan.from_pretrained(
+            str(path), additional_kwargs=section(ctx.config, "vae_kwargs"), torch_dtype=ctx.weight_dtype
+        )
+        return vae.eval()
 
     def _text_encoder(self, ctx: RunContext, kwargs: dict[str, Any]) -> nn.Module:
         from videox_fun.models.wan_text_encoder import WanT5EncoderModel
@@ -162,7 +163,7 @@ class WanRecipe(Recipe):
         from videox_fun.models.wan_image_encoder import CLIPModel
 
         path = self._part(ctx, "image_encoder_kwargs", "image_encoder_subpath")
-        return CLIPModel.from_pretrained(str(path)).eval().to(ctx.weight_dtype)
+        return CLIPModel.from_pretrained(str(path), torch_dtype=ctx.weight_dtype).eval()
 
     # ---- the step -------------------------------------------------------------------------------------------------
 

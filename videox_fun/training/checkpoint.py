@@ -36,6 +36,7 @@ from videox_fun.training.checkpoint_parts import (
 from videox_fun.training.checkpoint_scan import Entry, recover, scan, to_prune
 from videox_fun.training.checkpoint_settings import run_settings
 from videox_fun.training.ema import CONFIG_NAME, WEIGHTS_NAME
+from videox_fun.training.launch import sharding_stage
 from videox_fun.training.optimizers import check_owned
 from videox_fun.training.resume import ResumePoint, Resumer
 
@@ -115,8 +116,11 @@ class CheckpointManager:
     @property
     def saves_state(self) -> bool:
         """Whether a periodic save is a resumable folder rather than a bare LoRA file."""
-        named = any(player.trainable.kind == "named" for player in self.players)
-        return named or self.sharded or bool(getattr(self.ctx.args, "save_state", False))
+        if any(player.trainable.kind == "named" for player in self.players):
+            return True
+        if self.sharded and sharding_stage(self.ctx.accelerator) == 3:
+            return True
+        return bool(getattr(self.ctx.args, "save_state", False))
 
     def save(self, step: int, *, force_state: bool = False) -> Path:
         """Save at optimizer step ``step``; on every rank, after the step and before the next batch is used.
@@ -169,27 +173,29 @@ class CheckpointManager:
 
     def _agree(self, error: Exception | None, *, target: Path, temporary: Sequence[Path]) -> None:
         """Meet the other ranks; when one failed, clean up and raise on all."""
-        errors: list[Exception | None] = [error]
+        failures = [] if error is None else [(str(error), io.is_write_error(error))]
         if self.ctx.world > 1 and dist.is_initialized():
-            texts: list[Any] = [None] * self.ctx.world
-            dist.all_gather_object(texts, None if error is None else f"rank {self.ctx.rank}: {error}")
-            errors = [error] + [CheckpointError(text) for text in texts if text is not None]
-        first = next((e for e in errors if e is not None), None)
-        if first is None:
+            heard: list[Any] = [None] * self.ctx.world
+            dist.all_gather_object(heard, failures)
+            failures = [(f"rank {rank}: {text}", disk) for rank, rows in enumerate(heard) for text, disk in rows]
+        if not failures:
             return
         if self.ctx.is_main:
             for path in temporary:
                 io.remove(path)
-        if isinstance(first, CheckpointError):
-            raise CheckpointError(f"Could not save {target.name}: {first}") from first
-        if not io.is_write_error(first):
-            raise first
-        kept = None
+        text, disk = failures[0]
+        if disk:
+            raise io.explain_write_error(text, target, kept=self._kept()) from error
+        if error is not None and not isinstance(error, CheckpointError):
+            raise error
+        raise CheckpointError(f"Could not save {target.name}: {text}") from error
+
+    def _kept(self) -> str | None:
+        """Name of the newest checkpoint that is still there."""
         if self.last_saved is not None and self.last_saved[1].exists():
-            kept = self.last_saved[1].name
-        elif earlier := scan(self.output_dir, player_names=self.player_names):
-            kept = earlier[-1].path.name
-        raise io.explain_write_error(first, target, kept=kept) from first
+            return self.last_saved[1].name
+        earlier = scan(self.output_dir, player_names=self.player_names)
+        return earlier[-1].path.name if earlier else None
 
     # ------------------------------------------------------------------------------------------------------ bare files
 
@@ -197,11 +203,12 @@ class CheckpointManager:
         first = self.output_dir / f"checkpoint-{step}.safetensors"
         pairs: list[tuple[Path, Path]] = []
         error: Exception | None = None
-        if self.ctx.is_main:
+        if self.ctx.is_main or self.sharded:
             try:
                 for position, player in enumerate(self.players):
                     stem = f"checkpoint-{step}" + (f"-{player.name}" if position else "")
-                    for file in player.trainable.export(player, layout="bare", dtype=self.ctx.weight_dtype):
+                    files = player.trainable.export(player, layout="bare", dtype=self.ctx.weight_dtype)
+                    for file in files if self.ctx.is_main else ():
                         final = self.output_dir / file.name.replace("{stem}", stem)
                         pairs.append((io.hidden_name(final, "tmp"), final))
                         io.write_safetensors(pairs[-1][0], file.tensors, file.metadata)
@@ -216,11 +223,12 @@ class CheckpointManager:
 
     def _save_state(self, step: int, ema_weights: bool) -> Path:
         final = self.output_dir / f"checkpoint-{step}"
-        temporary = Path(self._share(str(io.hidden_name(final, "tmp"))))
+        temporary = io.hidden_name(final, "tmp")
         error: Exception | None = None
+        if self.ctx.is_main:
+            io.remove(temporary)  # before the others hear the name and begin to write
+        temporary = Path(self._share(str(temporary)))
         try:
-            if self.ctx.is_main:
-                io.remove(temporary)
             temporary.mkdir(parents=True, exist_ok=True)
             if self.sharded:
                 self.ctx.accelerator.save_state(str(temporary))

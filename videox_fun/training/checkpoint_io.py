@@ -173,12 +173,12 @@ def is_write_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or (isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error))
 
 
-def explain_write_error(error: BaseException, target: Path, *, kept: str | None) -> CheckpointError:
+def explain_write_error(reason: str, target: Path, *, kept: str | None) -> CheckpointError:
     """Say in one sentence why a save failed and what is still there."""
     free = shutil.disk_usage(target.parent).free / 2**20
     still = f"{kept} is untouched" if kept else "there is no earlier checkpoint"
     return CheckpointError(
-        f"Could not save {target.name}: {error} ({free:,.0f} MiB free at {target.parent}). The unfinished files were "
+        f"Could not save {target.name}: {reason} ({free:,.0f} MiB free at {target.parent}). The unfinished files were "
         f"removed and {still}. Free some space (or lower --checkpoints_total_limit) and resume."
     )
 

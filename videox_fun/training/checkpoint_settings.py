@@ -23,6 +23,7 @@ _ADAPTER = ("rank", "network_alpha", "target_name", "lora_skip_name", "use_peft_
 _TRAINED = ("trainable_modules", "trainable_modules_low_learning_rate", "master_weights_fp32", "use_ema")
 OPTIMIZER_SETTINGS = ("learning_rate", "learning_rate_low", "learning_rate_critic", "scale_lr", "lr_scheduler",
                       "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon")
+_LENGTH = ("max_train_steps", "num_train_epochs")
 _OPTIMIZER_KIND = ("use_8bit_adam", "use_came")
 _GRADIENTS = ("max_grad_norm", "abnormal_norm_clip_start", "initial_grad_norm_ratio")
 _DATA = ("train_batch_size", "gradient_accumulation_steps", "enable_bucket", "video_sample_size", "image_sample_size",
@@ -63,7 +64,8 @@ def run_settings(args: argparse.Namespace, *, script: str, world: int) -> dict[s
     values["--train_data_meta (content)"] = data_fingerprint(args)
     values["--dataloader_num_workers (any)"] = bool(getattr(args, "dataloader_num_workers", 0))
     if not str(getattr(args, "lr_scheduler", "constant")).startswith("constant"):
-        values["--max_train_steps"] = getattr(args, "max_train_steps", None)
+        name = "max_train_steps" if getattr(args, "max_train_steps", None) else "num_train_epochs"
+        values[f"--{name}"] = getattr(args, name, None)
     return values
 
 
@@ -78,7 +80,7 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 def optimizer_changed(changes: Mapping[str, tuple[Any, Any]]) -> bool:
     """Whether learning rate, schedule or Adam constants are among the changes."""
-    return any(name == f"--{flag}" for name in changes for flag in (*OPTIMIZER_SETTINGS, "max_train_steps"))
+    return any(name == f"--{flag}" for name in changes for flag in (*OPTIMIZER_SETTINGS, *_LENGTH))
 
 
 def saved_seed(args: argparse.Namespace) -> int | None:

@@ -118,12 +118,14 @@ def _draw_norm(axes: Any, rows: Mapping[int, Mapping[str, Any]], span: int) -> N
 def _draw_time(axes: Any, rows: Mapping[int, Mapping[str, Any]], span: int) -> None:
     steps, values = series(rows, "step_time")
     _panel(axes, "Time per step", "seconds")
-    _line(axes, steps, values, _GREEN, label="step", span=span)
+    top = None
+    if len(values) > 4:  # the first step compiles or warms up and would flatten the rest
+        top = 1.15 * sorted(values)[max(0, int(0.97 * len(values)) - 1)]
+        axes.set_ylim(0, top)
+    _line(axes, steps, [min(value, top or value) for value in values], _GREEN, label="step", span=span)
     wait_steps, waits = series(rows, "data_wait")
     if waits:
         axes.fill_between(wait_steps, waits, color=_ORANGE, alpha=0.35, linewidth=0, label="of it waiting for data")
-    if len(values) > 4:  # the first step compiles or warms up and would flatten the rest
-        axes.set_ylim(0, 1.15 * max(sorted(values)[: max(1, int(0.97 * len(values)))]))
     _legend(axes)
 
 

@@ -7,7 +7,6 @@ the disk are apart from those that only look at values. Nothing heavy is importe
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from videox_fun.training.specs import ScriptSpec
@@ -36,7 +35,6 @@ def check_values(args: argparse.Namespace, spec: ScriptSpec) -> None:
     _check_optimizer(args)
     if spec.trainable == "named":
         _check_trainable_modules(args)
-    _check_text_encoder(args)
     _check_validation(args)
     if args.report_to == "wandb" and getattr(args, "hub_token", None):
         raise ValueError("--report_to wandb would record --hub_token; leave --hub_token out.")
@@ -80,24 +78,6 @@ def _check_trainable_modules(args: argparse.Namespace) -> None:
     if args.trainable_modules is None and not args.trainable_modules_low_learning_rate:
         raise ValueError("full fine-tuning needs --trainable_modules; '--trainable_modules .' trains every parameter, "
                          "'--trainable_modules attn' those whose name contains attn.")
-
-
-def cuda_is_expected() -> bool:
-    """Whether the run will use an NVIDIA GPU, judged without importing torch."""
-    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
-        return False
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return Path("/proc/driver/nvidia").exists() and visible not in ("", "-1")
-
-
-def _check_text_encoder(args: argparse.Namespace) -> None:
-    if not getattr(args, "enable_text_encoder_in_dataloader", False):
-        return
-    if args.dataloader_num_workers > 0 and cuda_is_expected():
-        raise ValueError("--enable_text_encoder_in_dataloader with --dataloader_num_workers "
-                         f"{args.dataloader_num_workers} would copy the text encoder into forked workers of a process "
-                         "that uses CUDA. Set --dataloader_num_workers 0, or leave out "
-                         "--enable_text_encoder_in_dataloader to encode prompts in the training process.")
 
 
 def _check_validation(args: argparse.Namespace) -> None:

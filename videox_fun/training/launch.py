@@ -20,6 +20,7 @@ from videox_fun.training.checkpoint_settings import saved_seed
 from videox_fun.training.context import RunContext
 from videox_fun.training.residency import Residency
 from videox_fun.training.state import RngStreams
+from videox_fun.training.tracking import check_report_to
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -92,6 +93,7 @@ def make_context(spec: ScriptSpec, args: argparse.Namespace) -> RunContext:
     from optim_patches.registry import PatchManager
 
     config = load_config(args.config_path)
+    check_report_to(args)
     accelerator, precision = make_accelerator(args)
     args.mixed_precision = precision
     args.seed = agree_on_seed(args, accelerator)

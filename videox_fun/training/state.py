@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+_GOLDEN_RATIO = 2654435761  # Knuth's multiplier: neighbouring seeds end up far apart
 _INDEX_SEED = 43  # shared by all ranks: draws that must agree without communication
 
 
@@ -46,6 +47,14 @@ class RngStreams:
         random.seed(self.seed)
         np.random.seed(self.seed % 2**32)
         torch.manual_seed(self.seed)
+
+    def separate(self) -> None:
+        """Move torch's global generators away from the seed that :attr:`torch` starts from.
+
+        Both start from the same number, and building a model on the meta device draws nothing in between: the noise of
+        the first VAE posterior would be the very noise the denoiser is trained on. Equal on all ranks.
+        """
+        torch.manual_seed((self.seed * _GOLDEN_RATIO + 1) % 2**32)
 
     def snapshot(self) -> dict[str, Any]:
         """State of every stream as JSON-able values."""

@@ -34,8 +34,6 @@ from videox_fun.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_EPOCHS = 3  # buckets carry leftovers over, so an epoch without a batch can be followed by one with
-
 
 @dataclass
 class Accumulated:
@@ -77,6 +75,7 @@ class Trainer:
                 logger.info("%s", line)
         ctx.patches.run_stage(Stage.PRE_LOAD, self.target)
         self.components: Components = self.recipe.load(ctx)
+        ctx.rng.separate()
         self.target.models.update({"transformer": self.components.denoiser, **self.components.frozen()})
         self._attach()
         self._prepare()
@@ -110,7 +109,7 @@ class Trainer:
             if self.sharding == 0 or ctx.accelerator.distributed_type.value != "FSDP":
                 player.model.to(ctx.device)
             if self.args.use_ema and ctx.spec.trainable == "named":
-                player.ema = EMA(player.model.named_parameters())
+                player.ema = EMA(player.model.named_parameters(), dtype=None if ctx.compat else torch.float32)
             player.optimizer = build_optimizer(self.args, player.groups, world=ctx.world)
             if self._managed():
                 player.model, player.optimizer = ctx.accelerator.prepare(player.model, player.optimizer)
@@ -154,7 +153,8 @@ class Trainer:
         if point is not None:
             self.ctx.global_step, self.ctx.epoch = point.step, point.epoch
         self.first_step = self.ctx.global_step
-        self.run_logger = RunLogger(self.ctx, total_steps=self.total_steps, start_step=self.first_step)
+        warm = point is not None and point.kind == "warm"
+        self.run_logger = RunLogger(self.ctx, total_steps=self.total_steps, start_step=self.first_step, warm=warm)
         if self.ctx.is_main:
             self._announce()
 
@@ -201,9 +201,9 @@ class Trainer:
                 found = True
                 yield batch, is_last
             empty = 0 if found else empty + 1
-            if empty == _EMPTY_EPOCHS:
+            if empty > self.args.train_batch_size:  # leftovers fill a bucket at least this fast
                 raise ValueError(
-                    f"{_EMPTY_EPOCHS} epochs in a row gave no batch: fewer rows per bucket than --train_batch_size "
+                    f"{empty} epochs in a row gave no batch: the buckets do not fill up to --train_batch_size "
                     f"{self.args.train_batch_size}. Lower it, or add rows."
                 )
             self.ctx.epoch += 1
@@ -212,10 +212,11 @@ class Trainer:
     def _micro_step(self, batch: dict, *, sync: bool) -> None:
         if self.ctx.global_step == self.first_step and not self.meter.micro_steps and "pixel_values" in batch:
             dump_first_batch(self.ctx, batch)
-        options = getattr(self.data, "options", None)
+        options, before = getattr(self.data, "options", None), len(batch.get("text", ()))
         batch = batches.reshape(
             self.ctx, batch, temporal_ratio=getattr(options, "temporal_ratio", 4), tile=self.sharding != 3
         )
+        self.meter.saw_batch(batch, tiles=len(batch.get("text", ())) // max(before, 1))
         prepared = self.objective.prepare(batch)
         self.meter.saw(prepared)
         for phase in self.objective.phases(self.ctx.global_step):
@@ -228,6 +229,7 @@ class Trainer:
         pending = self.meter.pending.setdefault(player.name, Accumulated())
         with context:
             output = phase.compute(prepared)
+            self.meter.saw_output(output)
             pending.add(output, share=1 / self.args.gradient_accumulation_steps, samples=list(batch.get("idx", ())))
             accelerator.backward(self.scaling.scale(output.loss))
         if sync:
@@ -237,10 +239,11 @@ class Trainer:
         """Clip, step, schedule, forget the gradients, and put the numbers on the meter."""
         ctx, pending = self.ctx, self.meter.pending.pop(player.name)
         loss = ctx.accelerator.reduce(pending.loss, reduction="mean")
-        named = self._parameter_names(player)
+        parameters = player.trainable.clip_parameters(player)
         result = self.clippers[player.name].clip(
-            player.trainable.clip_parameters(player), step=ctx.global_step, loss=loss, samples=pending.samples,
-            accelerator=ctx.accelerator if self._managed() else self.scaling, optimizer=player.optimizer, names=named,
+            parameters, step=ctx.global_step, loss=loss, samples=pending.samples, optimizer=player.optimizer,
+            accelerator=ctx.accelerator if self._managed() else self.scaling,
+            names=self._parameter_names(player, parameters),
         )
         stepped = self._step_optimizer(player, result)
         if stepped:
@@ -252,10 +255,13 @@ class Trainer:
         if getattr(self.args, "report_model_info", False) and not self._managed():
             self.run_logger.log_model_info(result, ctx.global_step)
 
-    def _parameter_names(self, player: Player) -> list[str] | None:
+    def _parameter_names(self, player: Player, parameters: list[torch.nn.Parameter]) -> list[str] | None:
+        """Names in the order of ``parameters``, where ``--report_model_info`` wants norms per parameter."""
         if not getattr(self.args, "report_model_info", False) or not self.ctx.is_main or self._managed():
             return None
-        return [name for group in player.groups for name in group.names]
+        names = {id(p): name for group in player.groups
+                 for name, p in zip(group.names, group.params, strict=True)}
+        return [names[id(parameter)] for parameter in parameters]
 
     def _step_optimizer(self, player: Player, result: ClipResult) -> bool:
         """Whether the weights moved."""
@@ -273,13 +279,16 @@ class Trainer:
         step = ctx.global_step
         self.run_logger.log(self.meter.values(), step)
         if self.audit is not None and step - self.first_step == self._audit_step():
-            self.audit.report(self.target, self.meter.facts(ctx, self.clippers))
+            self.audit.report(self.target, self._facts())
         stop = self.signals.agreed(world=ctx.world, device=ctx.device)
         if stop or step % args.checkpointing_steps == 0:
             saved = self.checkpoints.save(step, force_state=stop)
             self.run_logger.note("checkpoint", step, path=str(saved))
         self.validator.after_step(step)
         return stop or step >= self.total_steps
+
+    def _facts(self) -> dict[str, Any]:
+        return self.meter.facts(self.ctx, self.clippers, total_steps=self.total_steps)
 
     def _audit_step(self) -> int:
         return min(self.args.audit_after_steps, self.total_steps - self.first_step)
@@ -293,7 +302,7 @@ class Trainer:
                 logger.info("written: %s", saved)
         paths = self.run_logger.finish()
         if self.audit is not None:
-            paths += self.audit.finish(self.target, self.meter.facts(ctx, self.clippers))
+            paths += self.audit.finish(self.target, self._facts()).files
         for path in paths:
             logger.info("written: %s", path)
         ctx.accelerator.end_training()

@@ -1,9 +1,9 @@
 """Tiny Wan checkpoints in the on-disk layout of the published ones.
 
 A folder holds the denoiser (``config.json`` and ``diffusion_pytorch_model.safetensors``, for the two-expert models in
-``low_noise_model`` and ``high_noise_model``), the VAE, the text encoder, the image encoder where the family has one, the
-tokenizer folder, and ``wan.yaml``: the file to pass as ``--config_path``. Everything but the sizes is as published, so
-what loads and trains here takes the same path with real weights. Runs offline.
+``low_noise_model`` and ``high_noise_model``), the VAE, the text encoder, the image encoder where the family has one,
+the tokenizer folder, and ``wan.yaml``: the file to pass as ``--config_path``. Everything but the sizes is as published,
+so what loads and trains here takes the same path with real weights. Runs offline.
 """
 
 from __future__ import annotations
@@ -139,19 +139,19 @@ def make_tiny_checkpoint(
     folder = Path(output)
     words = write_tokenizer(folder / TOKENIZER_FOLDER)
 
-    def save(relative: str, weights: dict[str, torch.Tensor]) -> None:
-        _save(folder / relative, tiny_weights.cast(weights, dtype or torch.float32))
+    def save(path: Path, weights: dict[str, torch.Tensor]) -> None:
+        _save(path, tiny_weights.cast(weights, dtype or torch.float32))
 
     for index, subfolder in enumerate(kind.folders):
         params = _transformer_params(kind, size)
-        save(f"{subfolder}/{WEIGHTS_FILE}", tiny_weights.demo_transformer(params, seed=seed + index))
+        save(folder / subfolder / WEIGHTS_FILE, tiny_weights.demo_transformer(params, seed=seed + index))
         _write_json(folder / subfolder / "config.json", transformer_config(kind, size))
     mean, std = (WAN22_MEAN, WAN22_STD) if kind.vae22 else (WAN21_MEAN, WAN21_STD)
-    save(kind.vae_file, tiny_weights.demo_vae(_vae_params(kind, size), seed=seed + 10, mean=mean, std=std))
-    save(TEXT_FILE, tiny_weights.demo_text_encoder(_text_params(size, words), seed=seed + 11,
-                                                   num_heads=size.text_heads))
+    save(folder / kind.vae_file, tiny_weights.demo_vae(_vae_params(kind, size), seed=seed + 10, mean=mean, std=std))
+    text = tiny_weights.demo_text_encoder(_text_params(size, words), seed=seed + 11, num_heads=size.text_heads)
+    save(folder / TEXT_FILE, text)
     if kind.clip:
-        save(IMAGE_FILE, tiny_weights.demo_image_encoder(_image_params(size), seed=seed + 12))
+        save(folder / IMAGE_FILE, tiny_weights.demo_image_encoder(_image_params(size), seed=seed + 12))
     _write_yaml(folder / CONFIG_FILE, pipeline_config(kind, size, vocab=words))
     return TinyCheckpoint(folder, folder / CONFIG_FILE)
 
@@ -271,7 +271,7 @@ def pipeline_config(kind: Family, size: TinySizes, *, vocab: int) -> dict[str, A
     wan22 = kind.vae22 or kind.two_experts
     return {
         "format": "civitai",
-        "pipeline": "Wan2.2" if wan22 else "Wan",
+        "pipeline": "Wan",
         "transformer_additional_kwargs": transformer | mapping,
         "vae_kwargs": (vae_type if wan22 else {}) | {
             "vae_subpath": kind.vae_file, "temporal_compression_ratio": 4,

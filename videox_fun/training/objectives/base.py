@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class LossOutput:
-    """Loss of one phase (a scalar with a graph) and values worth logging (detached scalars)."""
+    """Loss of one phase (a scalar with a graph), values worth logging (detached scalars), noise levels drawn."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_name: str = "train_loss"
+    timesteps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

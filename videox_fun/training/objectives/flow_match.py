@@ -85,4 +85,4 @@ class FlowMatch(Objective):
             motion = motion_loss(prediction, target)
             metrics["motion_share"] = (ratio * motion).detach()
             loss = (1 - ratio) * loss + ratio * motion
-        return LossOutput(loss, metrics)
+        return LossOutput(loss, metrics, timesteps=self.table_t[indices])

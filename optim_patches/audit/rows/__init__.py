@@ -1,0 +1,1 @@
+"""The checks, one module per group; ``checks.registry()`` joins them."""

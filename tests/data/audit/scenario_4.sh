@@ -1,0 +1,21 @@
+accelerate launch --mixed_precision="bf16" \
+  --use_deepspeed --deepspeed_config_file config/zero_stage3_config_cpu_offload.json \
+  --zero_stage 3 --zero3_save_16bit_model true --zero3_init_flag true \
+  scripts/wan2.1_fun/train.py \
+  --config_path "config/wan2.1/wan_civitai.yaml" \
+  --pretrained_model_name_or_path $MODEL_NAME \
+  --trainable_modules "." \
+  --image_sample_size=320 \
+  --video_sample_size=320 \
+  --token_sample_size=320 \
+  --video_sample_n_frames=49 \
+  --train_batch_size=1 \
+  --gradient_accumulation_steps=8 \
+  --dataloader_num_workers=4 \
+  --learning_rate=2e-5 \
+  --mixed_precision="bf16" \
+  --gradient_checkpointing \
+  --low_vram \
+  --vae_mini_batch=8 \
+  --use_8bit_adam \
+  --enable_bucket

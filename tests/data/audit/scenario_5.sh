@@ -1,0 +1,20 @@
+accelerate launch --mixed_precision="bf16" scripts/cogvideox_fun/train_lora.py \
+  --config_path "config/cogvideox/civitai.yaml" \
+  --pretrained_model_name_or_path $MODEL_NAME \
+  --train_data_dir $DATASET_NAME \
+  --train_data_meta $DATASET_META_NAME \
+  --image_sample_size=512 \
+  --video_sample_size=512 \
+  --video_sample_n_frames=49 \
+  --train_batch_size=1 \
+  --gradient_accumulation_steps=4 \
+  --dataloader_num_workers=4 \
+  --learning_rate=1e-4 \
+  --rank=64 \
+  --network_alpha=32 \
+  --mixed_precision="bf16" \
+  --allow_tf32 \
+  --gradient_checkpointing \
+  --low_vram \
+  --enable_bucket \
+  --use_8bit_adam
