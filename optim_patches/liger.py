@@ -132,14 +132,14 @@ def _plan(target: Target) -> list[tuple[str, nn.Module, str]]:
 def _obstacle(target: Target) -> tuple[str, str]:
     """Why the kernels cannot run here and what to use instead, or two empty strings."""
     instead = "--compile, which fuses the same layers on this machine"
+    if target.device != "cuda" and not interpreted():
+        return f"Triton kernels need CUDA and this run is on {target.device}.", instead
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed.", "pip install triton, or --compile"
     if any(name in LIBRARY for name in selected(target.args)) and importlib.util.find_spec("liger_kernel") is None:
         return "The liger-kernel package is not installed.", "pip install liger-kernel, or --compile"
     if target.device == "cuda":
         return "", ""
-    if not interpreted():
-        return f"Triton kernels need CUDA and this run is on {target.device}.", instead
     wide = str(target.extras.get("weight_dtype", "torch.float32"))
     if not wide.endswith("float32"):
         return f"Triton's interpreter is exact in float32 only, and this run is in {wide}.", "--mixed_precision no"

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
+from videox_fun.training.context import Conditioning
 from videox_fun.training.entry import build_trainer
 from videox_fun.training.flags import parse_args
 from videox_fun.training.specs import get_spec
 
 LORA_RUNS = ("g_normal", "g_inpaint", "g_normal_mixed256", "g_nobucket", "i_nobucket", "g_broken", "g_frame_crop",
-             "g_keep_token", "g_fix", "g_autotile", "g_logit", "g_peft", "g_notarget", "g_inp_vtl_b2", "g_lowvram_gc")
+             "g_keep_token", "g_fix", "g_autotile", "g_logit", "g_peft", "g_notarget", "g_inp_vtl_b2", "g_lowvram_gc", "g_te", "g_tedl", "g_bf16", "g_workers")
 FULL_RUNS = ("f_normal", "f_ema")
 
 
@@ -31,6 +33,7 @@ class Recorder:
         self.trainer = trainer
         self.pixels: list[torch.Tensor] = []
         self.calls: list[dict] = []
+        self.inputs: list[Conditioning] = []
         self.losses: list[float] = []
         self._wrap(trainer)
 
@@ -44,8 +47,10 @@ class Recorder:
 
         def spy_predict(ctx, model, noisy, timesteps, conditioning):
             text = conditioning.text
+            self.inputs.append(conditioning)
             self.calls.append({
-                "x": list(noisy.shape), "t": timesteps.tolist(), "context": [list(row.shape) for row in text],
+                "x": list(noisy.shape), "t": timesteps.tolist(),
+                "context": [list(row.shape) for row in text],
                 "y": list(conditioning.inputs["y"].shape) if "y" in conditioning.inputs else None,
             })
             return predict(ctx, model, noisy, timesteps, conditioning)
@@ -118,3 +123,57 @@ def test_free_run_repeats_what_the_seed_fixes(tag, goldens, golden_checkpoints, 
     for name, facts in record["files"].items():
         if name.endswith(".safetensors"):
             assert len(saved[name]) == facts["n_keys"]
+
+
+def without_adapters(model: torch.nn.Module) -> None:
+    if hasattr(model, "network"):
+        model.network.set_multiplier(0.0)
+    for module in model.modules():
+        if hasattr(module, "enable_adapters"):
+            module.enable_adapters(False)
+
+
+@pytest.mark.parametrize("tag", ["g_normal", "g_peft", "g_inpaint"])
+def test_first_prediction_is_the_recorded_one(tag, goldens, golden_checkpoints, tmp_path):
+    """Recorded noisy latents through our own text and image encoders and denoiser; adapters start at zero."""
+    record = load_record(goldens, tag)
+    recorded = load_file(goldens / "e2e" / "runs" / f"{tag}.tensors.safetensors")
+    recorder = run_recorded(record, goldens=goldens, checkpoints=golden_checkpoints, output=tmp_path,
+                            extra="--max_train_steps 1")
+    inputs = dict(recorder.inputs[0].inputs)
+    if "s0.y" in recorded:
+        torch.testing.assert_close(inputs["clip_fea"][:, :4], recorded["s0.clip_fea[:, :4]"], rtol=0, atol=2e-5)
+        inputs["y"] = recorded["s0.y"]
+    model = recorder.trainer.players[0].unwrapped()
+    without_adapters(model)
+    with torch.no_grad():
+        out = model(x=recorded["s0.x"], t=recorded["s0.t"], context=recorder.inputs[0].text,
+                    seq_len=recorded_calls(record, "transformer")[0][2]["seq_len"], **inputs)
+    torch.testing.assert_close(out, recorded["s0.noise_pred"], rtol=0, atol=2e-5)
+
+
+def test_scenario_1_trains_on_the_tiny_checkpoint(golden_checkpoints, goldens, tmp_path):
+    """The audit document's command for one 24 GB card, with sizes and length scaled down."""
+    data = goldens / "e2e" / "data"
+    argv = shlex.split(
+        f"--config_path {goldens}/e2e/wan_tiny.yaml --pretrained_model_name_or_path {golden_checkpoints}/ckpt_inp "
+        f"--train_data_dir {data} --train_data_meta {data}/metadata_video.json --image_sample_size=64 "
+        "--video_sample_size=64 --token_sample_size=64 --video_sample_n_frames=9 --train_batch_size=1 "
+        "--gradient_accumulation_steps=2 --dataloader_num_workers=2 --num_train_epochs=100 --learning_rate=1e-4 "
+        "--rank=8 --network_alpha=4 --train_mode=inpaint --target_name=q,k,v,ffn.0,ffn.2 --mixed_precision=bf16 "
+        "--allow_tf32 --gradient_checkpointing --low_vram --enable_bucket --use_8bit_adam "
+        "--lr_scheduler=cosine_with_restarts --lr_warmup_steps=1 --max_train_steps=2 --seed=1 --video_sample_stride=2 "
+        f"--report_to none --output_dir {tmp_path}/out"
+    )
+    pytest.importorskip("bitsandbytes")
+    spec = get_spec("wan2.1_fun/train_lora")
+    trainer = build_trainer(spec, parse_args(spec, argv))
+    trainer.setup()
+    recorder = Recorder(trainer)
+    assert trainer.run() == 0
+    assert len(recorder.losses) == 2 and all(0 < loss < 10 for loss in recorder.losses)
+    assert len(recorder.calls) == 4
+    tensors = load_file(tmp_path / "out" / "checkpoint-2.safetensors")
+    assert any(value.abs().max() > 0 for key, value in tensors.items() if "lora_up" in key)
+    rows = {row["id"]: row for row in json.loads((tmp_path / "out" / "audit.json").read_text())["rows"]}
+    assert rows["A1"]["state"] == "enabled" and rows["B1"]["state"] == "enabled"

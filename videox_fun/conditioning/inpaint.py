@@ -1,8 +1,7 @@
 """Image and inpaint conditions of the Wan families.
 
-The denoiser sees, on its channels after the noisy latents, a four-channel mask (1 = known) and the latents of the video
-with the unknown pixels set to mid grey. Four mask channels hold the four pixel frames behind one latent frame; the first
-latent frame stands for one pixel frame, whose mask is repeated.
+The denoiser sees, on its channels after the noisy latents, a four-channel mask (1 = known, see ``utils/masks.py``) and
+the latents of the video with the unknown pixels set to mid grey.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from videox_fun.utils.masks import pack_mask, resize_mask_to
 def drop_fully_masked(mask: torch.Tensor, *, drop: float = 0.9) -> list[float]:
     """Per sample 1.0, or 0.0 for most samples that have nothing known: those train plain text-to-video.
 
-    Draws from numpy's global generator, once for each fully masked sample.
+    ``mask`` lies on the host. Draws from numpy's global generator, once for each fully masked sample.
     """
     fully_masked = mask.flatten(1).ne(0).all(dim=1).tolist()
     return [0.0 if full and np.random.rand() < drop else 1.0 for full in fully_masked]
@@ -37,7 +36,8 @@ def inpaint_channels(
         latents: clean latents, for size and type.
         encode: pixels to sampled latents.
     """
-    known = resize_mask_to(1.0 - pack_mask(mask.to(latents.dtype)), size=tuple(latents.shape[2:]))
+    mask = mask.to(latents.device, non_blocking=True).to(latents.dtype)
+    known = resize_mask_to(1.0 - pack_mask(mask), size=tuple(latents.shape[2:]))
     channels = torch.cat([known, encode(masked_pixels)], dim=1)
     factors = torch.tensor(keep, dtype=latents.dtype).to(latents.device, non_blocking=True)
     return channels * factors.view(-1, 1, 1, 1, 1)

@@ -89,6 +89,10 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+# Read on the host first (is anything known at all?); fetching it back would wait for the device.
+_HOST_KEYS = frozenset({"mask"})
+
+
 class TrainLoader:
     """The training batches of one rank. See the module's text for order and randomness."""
 
@@ -221,7 +225,10 @@ class TrainLoader:
         return self._torch_loader
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {key: _move(value, self.device, non_blocking=self._pin) for key, value in batch.items()}
+        return {
+            key: value if key in _HOST_KEYS else _move(value, self.device, non_blocking=self._pin)
+            for key, value in batch.items()
+        }
 
     # -- dealing -----------------------------------------------------------------------------------------------------
     def _enter(self, entry: dict[str, Any] | None) -> None:

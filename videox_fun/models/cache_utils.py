@@ -153,6 +153,12 @@ class CachedSampling:
     def disable_cfg_skip(self) -> None:
         self.cfg_skip_ratio = self.num_inference_steps = None
 
+    def start_sampling(self) -> None:
+        """A new run: step 0, and nothing kept from one that was broken off."""
+        self.current_steps = 0
+        if self.teacache is not None:
+            self.teacache.reset()
+
     def skips_guidance(self) -> bool:
         """Whether the unguided half is left out in the step ``current_steps``."""
         if self.cfg_skip_ratio is None or self.num_inference_steps is None:

@@ -12,6 +12,8 @@ import inspect
 import json
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +38,15 @@ _YAML_KEYS = frozenset(
         "transformer_combination_type", "boundary", "dict_mapping",
     }
 )  # fmt: skip
-_SHOWN_NAMES = 8
+_SHOWN_NAMES = 16
 
 
 def _some(names: list[str]) -> str:
-    rest = len(names) - _SHOWN_NAMES
-    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    """The names in one line, equal ones of different blocks counted together."""
+    folded = Counter(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names)
+    shown = [f"{name} (x{count})" if count > 1 else name for name, count in folded.items()]
+    rest = len(shown) - _SHOWN_NAMES
+    return ", ".join(shown[:_SHOWN_NAMES]) + (f" and {rest} more kinds" if rest > 0 else "")
 
 
 @dataclass

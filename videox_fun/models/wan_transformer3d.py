@@ -26,6 +26,7 @@ from diffusers.loaders.single_file_model import FromOriginalModelMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from videox_fun.models.cache_utils import CachedSampling
 from videox_fun.models.wan_blocks import (
     WAN_CROSSATTENTION_CLASSES,
     GatedResidual,
@@ -47,6 +48,7 @@ from videox_fun.models.wan_rope import (
     rope_apply_qk,
     rope_params,
 )
+from videox_fun.utils.cfg_optimization import cfg_skip
 
 __all__ = [
     "Embedded",
@@ -109,7 +111,7 @@ class Embedded:
     skip: int = 0  # reference tokens in front of them
 
 
-class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
+class WanTransformer3DModel(CachedSampling, ModelMixin, ConfigMixin, FromOriginalModelMixin):
     """Wan 2.1: text to video, image to video, Fun inpainting, Fun control (reference, camera)."""
 
     _supports_gradient_checkpointing = True
@@ -243,6 +245,7 @@ class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
+    @cfg_skip()
     def forward(
         self,
         x: Tensor | Sequence[Tensor],
@@ -268,7 +271,8 @@ class WanTransformer3DModel(ModelMixin, ConfigMixin, FromOriginalModelMixin):
             x, t, context, seq_len, clip_fea=clip_fea, y=y, y_camera=y_camera, full_ref=full_ref,
             subject_ref=subject_ref,
         )  # fmt: skip
-        return self.decode(self.run_blocks(embedded), embedded)
+        tokens = self.cached(embedded.tokens, embedded.e0, lambda: self.run_blocks(embedded), prompted=cond_flag)
+        return self.decode(tokens, embedded)
 
     def embed(
         self,

@@ -10,6 +10,7 @@ _NAMES = {
     "WanFunPipeline": "pipeline_wan",
     "WanPipelineOutput": "pipeline_wan",
     "WanFunInpaintPipeline": "pipeline_wan_fun_inpaint",
+    "WanFunControlPipeline": "pipeline_wan_fun_control",
     "WanI2VPipeline": "pipeline_wan_fun_inpaint",
 }
 

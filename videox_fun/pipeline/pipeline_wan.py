@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,27 +33,20 @@ class WanPipeline(WanPipelineBase):
         prompt_embeds: list[Tensor] | Tensor | None = None,
         negative_prompt_embeds: list[Tensor] | Tensor | None = None, output_type: str = "numpy",
         return_dict: bool = True, callback_on_step_end: Callable[..., dict] | None = None,
-        attention_kwargs: dict[str, Any] | None = None, callback_on_step_end_tensor_inputs: tuple[str, ...] =
-        ("latents",), max_sequence_length: int = 512, comfyui_progressbar: bool = False, shift: float = 5,
+        attention_kwargs: dict[str, Any] | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",), max_sequence_length: int = 512,
+        comfyui_progressbar: bool = False, shift: float = 5,
     ) -> WanPipelineOutput | Tensor:
         """Sample ``num_frames`` frames of ``height`` x ``width`` pixels. ``shift`` is read by UniPC and DPM++."""
-        self.check_inputs(prompt, height, width, negative_prompt, callback_on_step_end_tensor_inputs, prompt_embeds,
-                          negative_prompt_embeds)
-        self._guidance_scale = guidance_scale
-        device, dtype = self._execution_device, self.transformer.dtype
-        text, negative = self.encode_prompt(
-            prompt, negative_prompt, guidance_scale > 1, num_videos_per_prompt, prompt_embeds,
-            negative_prompt_embeds, max_sequence_length, device, dtype,
+        return self.sample(
+            prompt=prompt, negative_prompt=negative_prompt, height=height, width=width, num_frames=num_frames,
+            num_inference_steps=num_inference_steps, timesteps=timesteps, guidance_scale=guidance_scale,
+            num_videos_per_prompt=num_videos_per_prompt, eta=eta, generator=generator, latents=latents,
+            prompt_embeds=prompt_embeds, negative_prompt_embeds=negative_prompt_embeds, output_type=output_type,
+            return_dict=return_dict, callback_on_step_end=callback_on_step_end,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            max_sequence_length=max_sequence_length, shift=shift,
         )
-        steps = self.set_timesteps(num_inference_steps, device, timesteps, shift)
-        latents = self.prepare_latents(len(text), self.vae.config.latent_channels, num_frames, height, width, dtype,
-                                       device, generator, latents)
-        latents = self.denoise(
-            latents, timesteps=steps, text=text, negative=negative, inputs={}, guidance_scale=guidance_scale,
-            extra_step=self.prepare_extra_step_kwargs(generator, eta), callback=callback_on_step_end,
-            callback_inputs=callback_on_step_end_tensor_inputs,
-        )
-        return self.finish(latents, output_type, return_dict)
 
 
 WanFunPipeline = WanPipeline

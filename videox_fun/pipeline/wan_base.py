@@ -16,7 +16,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
-from torch import Tensor
+from torch import Tensor, nn
 
 from videox_fun.utils.fm_solvers import FlowDPMSolverMultistepScheduler, get_sampling_sigmas, retrieve_timesteps
 from videox_fun.utils.fm_solvers_unipc import FlowUniPCMultistepScheduler
@@ -46,6 +46,11 @@ class WanPipelineBase(DiffusionPipeline):
         return self.vae.config.spatial_compression_ratio
 
     @property
+    def size_step(self) -> int:
+        """Height and width are multiples of it: pixels of one patch of latents."""
+        return self.spatial_ratio * max(self.transformer.config.patch_size[1:])
+
+    @property
     def guidance_scale(self) -> float:
         return self._guidance_scale
 
@@ -57,6 +62,12 @@ class WanPipelineBase(DiffusionPipeline):
     def interrupt(self) -> bool:
         return self._interrupt
 
+    @property
+    def _execution_device(self) -> torch.device:
+        """Where the denoiser computes. Without offload hooks other parts may wait, and work, on another device."""
+        hooked = any(hasattr(part, "_hf_hook") for part in self.components.values())
+        return super()._execution_device if hooked else self.transformer.device
+
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
     def check_inputs(
@@ -64,9 +75,10 @@ class WanPipelineBase(DiffusionPipeline):
         prompt_embeds: Any = None, negative_prompt_embeds: Any = None,
     ) -> None:
         """Refuse sizes and prompts that cannot work."""
-        step = self.spatial_ratio
-        if height % step or width % step:
-            raise ValueError(f"Height and width must be multiples of {step}, not {height}x{width}.")
+        step = self.size_step
+        if height < step or width < step or height % step or width % step:
+            raise ValueError(f"Height and width must be multiples of {step}, not {height}x{width}. Nearest: "
+                             f"{nearest_size(height, step)}x{nearest_size(width, step)}.")
         unknown = [n for n in callback_on_step_end_tensor_inputs or () if n not in self._callback_tensor_inputs]
         if unknown:
             raise ValueError(f"The callback can get {', '.join(self._callback_tensor_inputs)}, not {unknown}.")
@@ -77,12 +89,13 @@ class WanPipelineBase(DiffusionPipeline):
         if negative_prompt is not None and negative_prompt_embeds is not None:
             raise ValueError("Give either negative_prompt or negative_prompt_embeds.")
 
-    def _embed(self, prompts: Sequence[str], max_length: int, device: torch.device) -> list[Tensor]:
+    def _embed(self, prompts: Sequence[str], max_length: int) -> list[Tensor]:
         tokens = self.tokenizer(
             list(prompts), padding="max_length", max_length=max_length, truncation=True, add_special_tokens=True,
             return_tensors="pt",
         )
         lengths = tokens.attention_mask.sum(dim=1).tolist()
+        device = self.text_encoder.device
         embeddings = self.text_encoder(tokens.input_ids.to(device), attention_mask=tokens.attention_mask.to(device))[0]
         return [row[:length] for row, length in zip(embeddings, lengths, strict=True)]
 
@@ -96,18 +109,17 @@ class WanPipelineBase(DiffusionPipeline):
         """Embeddings of prompts and negative prompts: two lists of ``[L_i, D]``, the second empty without guidance."""
         device = device or self._execution_device
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        positive = _as_rows(prompt_embeds) if prompt_embeds is not None else self._embed(
-            prompts, max_sequence_length, device)
+        positive = list(prompt_embeds) if prompt_embeds is not None else self._embed(prompts, max_sequence_length)
         negative: list[Tensor] = []
         if do_classifier_free_guidance:
             if negative_prompt_embeds is not None:
-                negative = _as_rows(negative_prompt_embeds)
+                negative = list(negative_prompt_embeds)
             else:
                 texts = negative_prompt or ""
                 texts = [texts] * len(positive) if isinstance(texts, str) else texts
-                if len(texts) != len(positive):
-                    raise ValueError(f"{len(texts)} negative prompts were given for {len(positive)} prompts.")
-                negative = self._embed(texts, max_sequence_length, device)
+                negative = self._embed(texts, max_sequence_length)
+            if len(negative) != len(positive):
+                raise ValueError(f"{len(negative)} negative prompts were given for {len(positive)} prompts.")
         repeat = num_videos_per_prompt
         rows = [[row.to(device, dtype) for row in half for _ in range(repeat)] for half in (positive, negative)]
         return rows[0], rows[1]
@@ -134,6 +146,9 @@ class WanPipelineBase(DiffusionPipeline):
     def set_timesteps(self, steps: int, device: torch.device, timesteps: Any, shift: float) -> Tensor:
         """Noise levels of the run, in the way each sampler wants them."""
         scheduler = self.scheduler
+        shifted = isinstance(scheduler, FlowUniPCMultistepScheduler | FlowDPMSolverMultistepScheduler)
+        if shifted and timesteps is not None:
+            raise ValueError(f"{type(scheduler).__name__} takes no timesteps; give num_inference_steps and shift.")
         if isinstance(scheduler, FlowUniPCMultistepScheduler):
             scheduler.set_timesteps(steps, device=device, shift=shift)
             return scheduler.timesteps
@@ -141,6 +156,43 @@ class WanPipelineBase(DiffusionPipeline):
             return retrieve_timesteps(scheduler, device=device, sigmas=get_sampling_sigmas(steps, shift))[0]
         extra = {"mu": 1.0} if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else {}
         return retrieve_timesteps(scheduler, steps, device, timesteps, **extra)[0]
+
+    # ---- one call -------------------------------------------------------------------------------------------------
+
+    def sample(
+        self, *, prompt: str | list[str] | None, negative_prompt: str | list[str] | None, height: int, width: int,
+        num_frames: int, num_inference_steps: int, timesteps: Any, guidance_scale: float, num_videos_per_prompt: int,
+        eta: float, generator: Generators, latents: Tensor | None, prompt_embeds: list[Tensor] | Tensor | None,
+        negative_prompt_embeds: list[Tensor] | Tensor | None, output_type: str, return_dict: bool,
+        callback_on_step_end: Callable[..., dict] | None, callback_on_step_end_tensor_inputs: Sequence[str],
+        max_sequence_length: int, shift: float,
+        conditions: Callable[[Tensor], dict[str, Any]] = lambda latents: {},
+    ) -> WanPipelineOutput | Tensor:
+        """A whole call. ``conditions`` makes the denoiser's further arguments once the latents are known."""
+        self.check_inputs(prompt, height, width, negative_prompt, callback_on_step_end_tensor_inputs, prompt_embeds,
+                          negative_prompt_embeds)
+        self._guidance_scale = guidance_scale
+        device, dtype = self._execution_device, self.noise_dtype
+        text, negative = self.encode_prompt(
+            prompt, negative_prompt, guidance_scale > 1, num_videos_per_prompt, prompt_embeds,
+            negative_prompt_embeds, max_sequence_length, device, dtype,
+        )
+        steps = self.set_timesteps(num_inference_steps, device, timesteps, shift)
+        latents = self.prepare_latents(len(text), self.vae.config.latent_channels, num_frames, height, width, dtype,
+                                       device, generator, latents)
+        latents = self.denoise(
+            latents, timesteps=steps, text=text, negative=negative, inputs=conditions(latents),
+            guidance_scale=guidance_scale, extra_step=self.prepare_extra_step_kwargs(generator, eta),
+            callback=callback_on_step_end, callback_inputs=callback_on_step_end_tensor_inputs,
+        )
+        video = latents if output_type == "latent" else self.decode_latents(latents)
+        self.maybe_free_model_hooks()
+        return WanPipelineOutput(videos=video) if return_dict else video
+
+    @property
+    def noise_dtype(self) -> torch.dtype:
+        """Type the start noise is drawn in: the text encoder's, as it decides the numbers a seed gives."""
+        return (self.text_encoder if self.text_encoder is not None else self.transformer).dtype
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
@@ -166,6 +218,7 @@ class WanPipelineBase(DiffusionPipeline):
         patch = self.transformer.config.patch_size
         seq_len = -(-frames * height * width // (patch[1] * patch[2]))
         self._num_timesteps, self._interrupt = len(timesteps), False
+        self.transformer.start_sampling()
         with self.progress_bar(total=len(timesteps)) as bar:
             for index, timestep in enumerate(timesteps):
                 if self._interrupt:
@@ -201,17 +254,20 @@ class WanPipelineBase(DiffusionPipeline):
         plain = half(negative, False)
         return plain + scale * (prompted - plain)
 
+    def onload(self, part: nn.Module) -> torch.device:
+        """Bring a part that is not used through ``forward`` to its device under model offloading; that device."""
+        hook = getattr(part, "_hf_hook", None)
+        if hook is not None:
+            hook.pre_forward(part)
+            return torch.device(getattr(hook, "execution_device", None) or self._execution_device)
+        return part.device
+
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Video ``[B, 3, F, H, W]`` in [0, 1], float32 on the host."""
-        frames = self.vae.decode(latents.to(self.vae.dtype)).sample
+        frames = self.vae.decode(latents.to(self.onload(self.vae), self.vae.dtype)).sample
         return (frames / 2 + 0.5).clamp(0, 1).float().cpu()
 
-    def finish(self, latents: Tensor, output_type: str, return_dict: bool) -> WanPipelineOutput | Tensor:
-        """Decode unless latents are wanted, and free what offloading held."""
-        video = latents if output_type == "latent" else self.decode_latents(latents)
-        self.maybe_free_model_hooks()
-        return WanPipelineOutput(videos=video) if return_dict else video
 
-
-def _as_rows(embeddings: list[Tensor] | Tensor) -> list[Tensor]:
-    return list(embeddings)
+def nearest_size(size: int, step: int) -> int:
+    """The multiple of ``step`` nearest to ``size``, at least one."""
+    return max(step, round(size / step) * step)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 #: Exit code after a user's mistake, as argparse uses it.
 EXIT_USAGE = 2
+#: Exit code after a run that stopped itself: a strict audit, a save that failed, weights that diverged.
+EXIT_FAILED = 1
 
 
 def main(script_id: str, argv: Sequence[str] | None = None) -> int:
@@ -36,7 +38,23 @@ def main(script_id: str, argv: Sequence[str] | None = None) -> int:
         logger.info("Set VIDEOX_TRACEBACK=1 to see where this was found.")
         _leave_group()
         return EXIT_USAGE
-    return trainer.run()
+    return _run(trainer)
+
+
+def _run(trainer) -> int:
+    """Run, and report as one sentence what the run itself decided to stop for."""
+    from optim_patches.audit.live import AuditFailed
+    from videox_fun.training.checkpoint import CheckpointError
+    from videox_fun.training.clipping import NonFiniteError
+
+    try:
+        return trainer.run()
+    except (AuditFailed, CheckpointError, NonFiniteError) as error:
+        if os.environ.get("VIDEOX_TRACEBACK"):
+            raise
+        logger.error("%s", error)
+        _leave_group()
+        return EXIT_FAILED
 
 
 def build_trainer(spec: ScriptSpec, args: argparse.Namespace):

@@ -130,6 +130,8 @@ def without_effect(args: argparse.Namespace) -> list[str]:
             lines.append(f"Without --enable_bucket these flags have no effect: {', '.join(idle)}.")
     if getattr(args, "auto_tile_batch_size", False) and not args.training_with_video_token_length:
         lines.append("--auto_tile_batch_size has no effect without --training_with_video_token_length.")
+    if getattr(args, "multi_stream", False):
+        lines.append("--multi_stream has no effect: the encoders share one CUDA stream, which needs no synchronisation.")
     if getattr(args, "selective_ac", 0) and args.gradient_checkpointing:
         lines.append("--selective_ac has no effect beside --gradient_checkpointing, which checkpoints every block.")
     if getattr(args, "initial_grad_norm_ratio", None) is not None and "initial_grad_norm_ratio" in args.explicit:

@@ -170,7 +170,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _switch("--gradient_checkpointing", "Recompute activations of each block in the backward pass."),
         _switch("--low_vram", "Keep VAE and encoders on the CPU while the transformer runs."),
         _value("--vae_mini_batch", "Clips encoded by the VAE at a time.", int, 32),
-        _switch("--multi_stream", "Encode the clip on a CUDA stream of its own."),
+        _switch("--multi_stream", "Accepted; the encoders share one CUDA stream."),
         _switch("--use_deepspeed", "Set by the launcher when DeepSpeed is configured."),
         _switch("--use_fsdp", "Set by the launcher when FSDP is configured."),
         _value("--local_rank", "Set by the launcher; the environment variable LOCAL_RANK wins.", int, -1),

@@ -173,7 +173,6 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end. Returns the exit code: 0, or the documented code after a signal's save."""
-        ctx = self.ctx
         with self.signals:
             self.run_logger.start(vars(self.args))
             self.checkpoints.restore_rng()

@@ -15,10 +15,22 @@ from diffusers import DPMSolverMultistepScheduler
 from diffusers.configuration_utils import register_to_config
 
 
+def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
+    """Noise levels moved towards noise."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
 def get_sampling_sigmas(sampling_steps: int, shift: float) -> np.ndarray:
     """Noise levels ``[sampling_steps]`` from 1 downwards, shifted towards noise."""
-    sigmas = np.linspace(1, 0, sampling_steps + 1)[:sampling_steps]
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+    return shifted(np.linspace(1, 0, sampling_steps + 1)[:sampling_steps], shift)
+
+
+def use_levels(scheduler: Any, sigmas: np.ndarray, device: str | torch.device | None) -> None:
+    """Replace a scheduler's noise levels; its times become whole numbers, cut as the denoisers were used with."""
+    levels = torch.tensor(np.asarray(sigmas, dtype=np.float32))
+    steps = scheduler.config.num_train_timesteps
+    scheduler.timesteps = (levels.double() * steps + 1e-3).to(device=device, dtype=torch.int64)
+    scheduler.sigmas = torch.cat([levels, torch.zeros(1)])
 
 
 def retrieve_timesteps(
@@ -76,6 +88,4 @@ class FlowDPMSolverMultistepScheduler(DPMSolverMultistepScheduler):
         count = num_inference_steps if sigmas is None else len(sigmas)
         super().set_timesteps(count, device=device, mu=mu if self.config.use_dynamic_shifting else None)
         if sigmas is not None:
-            levels = torch.tensor(np.asarray(sigmas, dtype=np.float32))
-            self.timesteps = (levels * self.config.num_train_timesteps).to(device=device, dtype=torch.int64)
-            self.sigmas = torch.cat([levels, torch.zeros(1)])
+            use_levels(self, np.asarray(sigmas), device)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from diffusers import UniPCMultistepScheduler
 from diffusers.configuration_utils import register_to_config
+
+from videox_fun.utils.fm_solvers import shifted, use_levels
 
 
 class FlowUniPCMultistepScheduler(UniPCMultistepScheduler):
@@ -36,10 +39,25 @@ class FlowUniPCMultistepScheduler(UniPCMultistepScheduler):
 
     def set_timesteps(
         self, num_inference_steps: int | None = None, device: str | torch.device | None = None,
-        sigmas: list[float] | None = None, mu: float | None = None, shift: float | None = None,
+        sigmas: Sequence[float] | None = None, mu: float | None = None, shift: float | None = None,
     ) -> None:
-        """Choose the noise levels of a run; ``shift`` overrides the configured one."""
+        """Choose the noise levels of a run.
+
+        Args:
+            num_inference_steps: that many levels, evenly spread below ``1 - 1 / num_train_timesteps``.
+            device: of the timesteps.
+            sigmas: the levels before shifting, decreasing, instead of a number.
+            mu: used with ``use_dynamic_shifting``.
+            shift: overrides the configured one.
+        """
         if shift is not None:
             self.register_to_config(flow_shift=shift)
-        super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas,
-                              mu=mu if self.config.use_dynamic_shifting else None)
+        if sigmas is None:
+            sigmas = np.linspace(1 - 1 / self.config.num_train_timesteps, 0, num_inference_steps + 1)[:-1]
+        super().set_timesteps(len(sigmas), device=device, mu=mu if self.config.use_dynamic_shifting else None)
+        levels = np.asarray(sigmas, dtype=np.float64)
+        if self.config.use_dynamic_shifting:
+            levels = np.exp(mu) / (np.exp(mu) + 1 / levels - 1)
+        else:
+            levels = shifted(levels, self.config.flow_shift)
+        use_levels(self, levels, device)

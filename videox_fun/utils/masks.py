@@ -1,7 +1,7 @@
 """Masks in the layout of video latents.
 
-Four mask channels hold the four pixel frames behind one latent frame; the first latent frame stands for one pixel frame,
-whose mask is repeated.
+Four mask channels hold the four pixel frames behind one latent frame; the first latent frame stands for one pixel
+frame, whose mask is repeated.
 """
 
 from __future__ import annotations
