@@ -50,7 +50,7 @@ class Recorder:
             self.inputs.append(conditioning)
             self.calls.append({
                 "x": list(noisy.shape), "t": timesteps.tolist(),
-                "context": [list(row.shape) for row in text],
+                "context": list(text.shape) if torch.is_tensor(text) else [list(row.shape) for row in text],
                 "y": list(conditioning.inputs["y"].shape) if "y" in conditioning.inputs else None,
             })
             return predict(ctx, model, noisy, timesteps, conditioning)

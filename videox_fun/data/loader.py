@@ -89,8 +89,8 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-# Read on the host first (is anything known at all?); fetching it back would wait for the device.
-_HOST_KEYS = frozenset({"mask"})
+# Read on the host (is anything known at all? how long are the prompts?); fetching them back would wait for the device.
+_HOST_KEYS = frozenset({"mask", "encoder_attention_mask"})
 
 
 class TrainLoader:
