@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Further arguments for pip, for example an index that has CPU builds of torch.
 PIP_ARGS ?=
+# Test processes; each computes with one thread.
+WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -41,13 +43,15 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+	@mkdir -p benchmark_output
+	$(BIN)/python benchmarks/step_time.py --json benchmark_output/step_time.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/step_overhead.py --json benchmark_output/step_overhead.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo_output benchmark_output .pytest_cache .ruff_cache .hypothesis

@@ -44,6 +44,7 @@ setup(
     entry_points={
         "console_scripts": [
             "videox-audit = optim_patches.audit.cli:main",
+            "videox-cache = videox_fun.data.cache_cli:main",
             "videox-lora = videox_fun.utils.lora_cli:main",
         ]
     },

@@ -42,7 +42,11 @@ AUDIT_MODES = ("default", "strict", "log", "off")
 AUDIT_LANGUAGES = ("en", "zh")
 
 PATCHES: dict[str, str | Callable[[], OptimPatch]] = {
+    "vae_tiling": "optim_patches.vae_tiling:VaeTilingPatch",
     "liger": "optim_patches.liger:LigerPatch",
+    "ulysses": "optim_patches.ulysses:UlyssesPatch",
+    "fp8": "optim_patches.fp8:Fp8Patch",
+    "fp8_base": "optim_patches.fp8:Fp8BasePatch",
     "compile": "optim_patches.compile:CompilePatch",
 }
 

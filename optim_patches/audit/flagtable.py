@@ -206,7 +206,8 @@ OWN: tuple[tuple[str, str], ...] = (
         "allow_partial_load:b allow_resume_changes:b max_data_errors:i upstream_compat:b audit:s=default "
         "audit_lang:s=en compile:b compile_mode:s compile_backend:s compile_dynamic:s compile_fullgraph:b liger:b "
         "vae_tiling:b qlora:b fp8:b fp8_base:b sequence_parallel_size:i=1 cuda_graph:b cache_latents:b cache_text:b "
-        "fused_optimizer:b prefetch_factor:i block_swap:s activation_offload:b",
+        "cache_dir_latents:s cache_clip_starts:i=0 fused_optimizer:b prefetch_factor:i block_swap:s "
+        "activation_offload:b",
     ),
     ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f"),
     ("all -*lora", "learning_rate_low:f"),

@@ -208,12 +208,24 @@ def frame_crop(view: View) -> LiveRow:
     return _drawn(view, "G9", flag="random_frame_crop", values=view.frames(), what=Text("latent frames", "潜变量帧数"))
 
 
+def cache_share(view: View, *kinds: str) -> Text:
+    """How many entries of the cache were there when asked for."""
+    hits, misses = view.facts.cache.get("hits", {}), view.facts.cache.get("misses", {})
+    shares = ", ".join(f"{kind} {hits.get(kind, 0)}/{hits.get(kind, 0) + misses.get(kind, 0)}" for kind in kinds
+                       if kind in hits or kind in misses)
+    return Text(f"; found in the cache: {shares}", f"；缓存命中：{shares}") if shares else same("")
+
+
 @check("G10")
 def cached_latents(view: View) -> LiveRow:
     calls, micro = view.counts.encoder_calls, max(view.counts.denoiser_steps, 1)
     per_step = {role: round(number / micro, 2) for role, number in sorted(calls.items())}
     listing = ", ".join(f"{role} {number}" for role, number in per_step.items()) or "0"
     evidence = Text(f"encoder calls per micro-step: {listing}", f"每微步编码器调用：{listing}")
+    evidence += cache_share(view, "latents", "masked", "image")
+    if view.value("cache_latents"):
+        return row("G10", ENABLED, evidence, view.asked("cache_latents"), exercised=not calls.get("vae", 0) or None,
+                   per_step=per_step)  # fmt: skip
     if calls.get("vae", 0):
         return row("G10", RECOMMENDED, evidence, exercised=False, per_step=per_step)
     return row("G10", ENABLED, evidence, exercised=True, per_step=per_step)

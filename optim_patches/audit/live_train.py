@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from optim_patches.audit.live_run import cache_share
 from optim_patches.audit.live_view import (
     DISABLED,
     ENABLED,
@@ -183,8 +184,12 @@ def cached_text(view: View) -> LiveRow:
     loaded = "text_encoder" in view.target.models
     evidence = Text(f"{calls} text encoder calls in {view.counts.denoiser_steps} micro-steps",
                     f"{view.counts.denoiser_steps} 个微步中文本编码器调用 {calls} 次")  # fmt: skip
+    evidence += cache_share(view, "text")
     if not loaded:
-        return row("I6", ENABLED, Text("the text encoder is not loaded", "未加载文本编码器"), exercised=True)
+        evidence = Text("the text encoder is not loaded", "未加载文本编码器") + cache_share(view, "text")
+        return row("I6", ENABLED, evidence, view.asked("cache_text"), exercised=True)
+    if view.value("cache_text"):
+        return row("I6", ENABLED, evidence, view.asked("cache_text"), exercised=not calls or None)
     return row("I6", RECOMMENDED if calls else ENABLED, evidence, exercised=not calls)
 
 

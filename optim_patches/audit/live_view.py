@@ -60,6 +60,7 @@ class RunFacts:
         texts, text_dropped: prompts seen, and how many of them were empty.
         tiling: factors by which batches were repeated (``--auto_tile_batch_size``).
         loader_workers: workers alive.
+        cache: ``hits`` and ``misses`` of the cache of encodings, each by kind; empty without one.
         vae_streams: CUDA streams used for encoding.
     """
 
@@ -88,6 +89,7 @@ class RunFacts:
     text_dropped: int = 0
     tiling: list[int] = field(default_factory=list)
     loader_workers: int | None = None
+    cache: dict[str, Any] = field(default_factory=dict)
     vae_streams: int = 0
 
     @classmethod

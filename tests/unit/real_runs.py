@@ -1,11 +1,13 @@
 """Whole runs of the training scripts in this process, on a tiny checkpoint and six real clips.
 
-``train`` goes the way a command line goes: the script's own parser, trainer and loader. Nothing is replaced but the
-drawing of the curves, which would take half of the time. What the run saw is recorded as it passes by.
+``train`` goes the way a command line goes: the script's own parser, trainer and loader. Nothing is replaced but what
+would take most of the time: drawing the curves, and waiting for the disk to have written. What the run saw is recorded
+as it passes by.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,9 +41,10 @@ _built: dict[str, Path] = {}
 
 
 def checkpoint(factory: pytest.TempPathFactory, name: str = "ckpt_t2v") -> Path:
-    """A tiny checkpoint, built once per session; ``wan.yaml`` in it is its ``--config_path``."""
+    """A tiny checkpoint, built once per session beside the others; ``wan.yaml`` in it is its ``--config_path``."""
     if name not in _built:
-        folder = factory.mktemp(name)
+        root = next((path.parent for path in _built.values()), None) or factory.mktemp("checkpoints")
+        folder = root / name
         make_reference_checkpoint(folder, name=name, tokenizer=DATA / "umt5-xxl")
         _built[name] = folder
     return _built[name]
@@ -124,7 +127,7 @@ class RealRun:
         trainer.objective.prepare, recipe.predict, trainer.run_logger.log = spy_prepare, spy_predict, spy_log
 
     def go(self) -> RealRun:
-        with mock.patch("videox_fun.training.tracking.plot_curves", return_value=None):
+        with mock.patch("videox_fun.training.tracking.plot_curves", return_value=None), mock.patch.object(os, "fsync"):
             self.code = self.trainer.run()
         return self
 

@@ -32,7 +32,7 @@ def setup_arguments() -> dict[str, object]:
 
 def test_console_scripts_answer(setup_arguments: dict[str, object]) -> None:
     rows = dict(row.split(" = ") for row in setup_arguments["entry_points"]["console_scripts"])
-    assert set(rows) == {"videox-audit", "videox-lora"}
+    assert {"videox-audit", "videox-lora"} <= set(rows)
     for name, target in rows.items():
         module, function = target.split(":")
         code = f"import sys; from {module} import {function}; sys.argv = [{name!r}, '--help']; sys.exit({function}())"

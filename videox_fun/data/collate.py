@@ -114,16 +114,24 @@ class BucketCollate:
         self.rules = rules
         self.rng = rng
         self.fields = tuple(fields)
+        #: Where posteriors of whole batches are read instead of decoding them (``data.cache.attach``).
+        self.cache: Any = None
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         plan = self.draw_plan(examples)
         lists: dict[str, list] = defaultdict(list)
+        moments = self.cache.read_batch(examples, plan) if self.cache is not None else None
+        if moments is not None:
+            lists["moments"] = moments
         for example in examples:
             frames = example["pixel_values"]
-            pixels = prepare_frames(
-                frames[: plan.frames], resize_to=plan.resize_to(*frames.shape[1:3]), crop_to=plan.crop_to
-            )
-            lists["pixel_values"].append(pixels)
+            resize_to = plan.resize_to(*frames.shape[1:3])
+            if hasattr(frames, "origin"):
+                lists["source"].append({**frames.origin, "resize": list(resize_to)})
+            pixels = None
+            if moments is None:
+                pixels = prepare_frames(frames[: plan.frames], resize_to=resize_to, crop_to=plan.crop_to)
+                lists["pixel_values"].append(pixels)
             lists["text"].append(example["text"])
             lists["idx"].append(example.get("idx"))
             if "file_name" in example:

@@ -172,12 +172,29 @@ class ImageVideoDataset(AnnotatedDataset):
         self.return_file_name = return_file_name
         self.mask_image_start_only = mask_image_start_only
         self.larger_side_of_image_and_video = max(min(self.image_sample_size), min(self.video_sample_size))
+        #: Reads files by way of the cache of encoded clips (``data.cache.attach``).
+        self.sources: Any = None
+        #: Clips start at one of this many frames; 0 is any frame.
+        self.clip_starts = 0
 
     # -- reading -----------------------------------------------------------------------------------------------------
     def read_item(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
+        if self.sources is not None:
+            return self._finish({**self._read_by_cache(row), "idx": idx}, row)
         pixels, text, kind = self.read_pixels(row)
         item = {"pixel_values": pixels, "text": text, "data_type": kind, "idx": idx}
         return self._finish(item, row)
+
+    def _read_by_cache(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Like ``read_pixels``, with the same draws; raw frames are decoded when somebody looks at them."""
+        video = is_video(row)
+        frames = (self.sources.clip if video else self.sources.picture)(self, row["file_path"])
+        item = {"text": self.draw_text(row), "data_type": "video" if video else "image"}
+        if self.enable_bucket:
+            return {"pixel_values": frames, **item}
+        shape = self.shape_clip if video else self.shape_image
+        pixels = shape(frames.load() if video else Image.fromarray(frames.load()[0]))
+        return {"pixel_values": pixels, "source": {**frames.origin, "resize": [0, 0]}, **item}
 
     def get_batch(self, idx: int) -> tuple[Any, str, str, str]:
         """``(pixels, text, kind, file)`` of a row; errors are the caller's."""
@@ -208,6 +225,18 @@ class ImageVideoDataset(AnnotatedDataset):
             return reader.read(indices, transform=self._shrink), indices, length
 
     def draw_indices(self, length: int, name: str) -> np.ndarray:
+        first, last, span, count = self._start_range(length, name)
+        start = random.randint(first, last) if span != int(self.video_length_drop_end * length) else 0
+        return np.linspace(*self._between(self._nearest_start(start, first, last), span), count, dtype=int)
+
+    def possible_indices(self, length: int, name: str) -> list[np.ndarray]:
+        """Every outcome of ``draw_indices``."""
+        first, last, span, count = self._start_range(length, name)
+        starts = sorted({self._nearest_start(start, first, last) for start in range(first, last + 1)})
+        return [np.linspace(*self._between(start, span), count, dtype=int) for start in starts]
+
+    def _start_range(self, length: int, name: str) -> tuple[int, int, int, int]:
+        """``(first start, last start, frames spanned, frames read)``."""
         start_ratio, end_ratio = self.video_length_drop_start, self.video_length_drop_end
         count = sampled_frames(
             length,
@@ -221,8 +250,20 @@ class ImageVideoDataset(AnnotatedDataset):
             raise ValueError(f"{name}: {length} frame(s) are too few at stride {self.video_sample_stride}")
         end = int(end_ratio * length)
         span = min(end, (count - 1) * self.video_sample_stride + 1)
-        start = random.randint(int(start_ratio * end), end - span) if end != span else 0
-        return np.linspace(start, start + span - 1, count, dtype=int)
+        return (int(start_ratio * end), end - span, span, count) if end != span else (0, 0, span, count)
+
+    @staticmethod
+    def _between(start: int, span: int) -> tuple[int, int]:
+        return start, start + span - 1
+
+    def _nearest_start(self, start: int, first: int, last: int) -> int:
+        """With ``clip_starts``, the nearest of that many starts, spread evenly."""
+        if not 0 < self.clip_starts <= last - first:
+            return start
+        if self.clip_starts == 1:
+            return (first + last) // 2
+        step = (last - first) / (self.clip_starts - 1)
+        return first + round(round((start - first) / step) * step)
 
     def _shrink(self, frame: np.ndarray) -> np.ndarray:
         return resize_frame(frame, self.larger_side_of_image_and_video)

@@ -306,8 +306,10 @@ class TrainLoader:
         return {**request.after, "pending_rng": pending[2]}
 
     def close(self) -> None:
-        """Stop the workers."""
-        self._torch_loader = None
+        """Stop the workers. Left to the garbage collector, they would each be waited for."""
+        iterator, self._torch_loader = getattr(self._torch_loader, "_iterator", None), None
+        if iterator is not None:
+            iterator._shutdown_workers()
 
 
 def _move(value: Any, device: torch.device, *, non_blocking: bool) -> Any:

@@ -290,6 +290,8 @@ def _warnings(
         span = options.video_sample_stride
         found.append(f"frame rates are mixed: {listed}. --video_sample_stride {span} counts frames, so one step is "
                      f"{span / max(rates):.3f} s to {span / min(rates):.3f} s and motion differs in speed")  # fmt: skip
+    if options.inpaint and summary.groups and all(group.frames == 1 for group in summary.groups):
+        found.append("every row has one frame: an image-to-video model learns no motion from stills")
     small = [f"{name} ({count})" for name, count in summary.buckets.items() if count < options.train_batch_size]
     if small:
         found.append(f"{len(small)} bucket(s) hold fewer rows than --train_batch_size {options.train_batch_size} and "

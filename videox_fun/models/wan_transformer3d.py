@@ -228,6 +228,10 @@ class WanTransformer3DModel(CachedSampling, ModelMixin, ConfigMixin, FromOrigina
             allow_partial=allow_partial,
         )
 
+    def to(self, *args: Any, **kwargs: Any) -> WanTransformer3DModel:
+        """Move or cast all weights. The library's own version warns of an empty list of float32 modules on each cast."""
+        return nn.Module.to(self, *args, **kwargs)
+
     # ---- rotary --------------------------------------------------------------------------------------------------
 
     @property

@@ -95,7 +95,7 @@ class WanPipelineBase(DiffusionPipeline):
             return_tensors="pt",
         )
         lengths = tokens.attention_mask.sum(dim=1).tolist()
-        device = self.text_encoder.device
+        device = self.device_of(self.text_encoder)
         embeddings = self.text_encoder(tokens.input_ids.to(device), attention_mask=tokens.attention_mask.to(device))[0]
         return [row[:length] for row, length in zip(embeddings, lengths, strict=True)]
 
@@ -254,13 +254,15 @@ class WanPipelineBase(DiffusionPipeline):
         plain = half(negative, False)
         return plain + scale * (prompted - plain)
 
+    def device_of(self, part: nn.Module) -> torch.device:
+        """Where a part works: under offloading not where its weights wait."""
+        return self._execution_device if hasattr(part, "_hf_hook") else part.device
+
     def onload(self, part: nn.Module) -> torch.device:
-        """Bring a part that is not used through ``forward`` to its device under model offloading; that device."""
-        hook = getattr(part, "_hf_hook", None)
-        if hook is not None:
-            hook.pre_forward(part)
-            return torch.device(getattr(hook, "execution_device", None) or self._execution_device)
-        return part.device
+        """Fetch a part that is not used through ``forward``, where the offload hooks sit; the device it works on."""
+        if hasattr(part, "_hf_hook"):
+            part._hf_hook.pre_forward(part)
+        return self.device_of(part)
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Video ``[B, 3, F, H, W]`` in [0, 1], float32 on the host."""

@@ -22,6 +22,10 @@ class Recipe(ABC):
     def check(self, ctx: RunContext) -> None:
         """Refuse what cannot work, from configuration files alone, before any weight is read."""
 
+    def denoiser_config(self, ctx: RunContext) -> dict[str, Any]:
+        """The denoiser's configuration file, for what is decided before weights load; empty when it has none."""
+        return {}
+
     @abstractmethod
     def data(self, ctx: RunContext) -> DataModule | None:
         """The dataset with its sampler and collate; ``None`` for objectives that need no data."""
@@ -29,6 +33,14 @@ class Recipe(ABC):
     @abstractmethod
     def load(self, ctx: RunContext) -> Components:
         """Build the networks, frozen and in ``ctx.weight_dtype``, on the host."""
+
+    def encoders(self, ctx: RunContext, *, skip: frozenset[str] = frozenset()) -> Components:
+        """The frozen networks alone, for filling a cache; ``skip`` names roles to leave out."""
+        raise ValueError(f"{ctx.spec.path} cannot fill a cache beforehand.")
+
+    def fill(self, ctx: RunContext, components: Components, batch: dict) -> None:
+        """Put the encodings of a batch (of its clips, its captions, or both) into the cache."""
+        raise ValueError(f"{ctx.spec.path} cannot fill a cache beforehand.")
 
     @abstractmethod
     def condition(self, ctx: RunContext, components: Components, batch: dict) -> Conditioning:
@@ -52,12 +64,15 @@ class Recipe(ABC):
         from videox_fun.data.loader import TrainLoader
 
         return TrainLoader(
-            data, rank=ctx.rank, world=ctx.world, device=ctx.device, seed=ctx.args.seed,
+            data, rank=ctx.layout.data_rank, world=ctx.layout.data_world, device=ctx.device, seed=ctx.args.seed,
             snapshot_rng=ctx.rng.snapshot, restore_rng=ctx.rng.restore,
             prefetch_factor=getattr(ctx.args, "prefetch_factor", None), pin_memory=ctx.device.type == "cuda",
         )
 
     def validate(
-        self, ctx: RunContext, components: Components, model: nn.Module, save: Callable[[str, Any], None]
+        self, ctx: RunContext, components: Components, model: nn.Module, save: Callable[..., None]
     ) -> None:
-        """Sample with the weights in training and hand each clip to ``save(name, video)``; nothing by default."""
+        """Sample with the weights in training and hand each clip to ``save(name, video, caption)``.
+
+        Nothing by default. ``video`` is ``[1, 3, F, H, W]`` in [0, 1].
+        """

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from videox_fun.conditioning import inpaint, text
+from videox_fun.conditioning import cached, encoders, inpaint, text
+from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache, known_frames
 from videox_fun.data.module import DataModule, DataOptions, build_data
+from videox_fun.models.attention_utils import check_training_backend
 from videox_fun.recipes.base import Recipe
 from videox_fun.training.context import Components, Conditioning, NoiseSchedule, RunContext
 
@@ -71,14 +75,14 @@ class WanRecipe(Recipe):
     # ---- before weights -------------------------------------------------------------------------------------------
 
     def check(self, ctx: RunContext) -> None:
+        check_training_backend()
         folder = existing(self.transformer_folder(ctx), key="transformer_additional_kwargs.transformer_subpath")
         for group, key in (("vae_kwargs", "vae_subpath"), ("text_encoder_kwargs", "text_encoder_subpath"),
                            ("text_encoder_kwargs", "tokenizer_subpath")):
             self._part(ctx, group, key)
         if self.conditioned(ctx):
             self._part(ctx, "image_encoder_kwargs", "image_encoder_subpath")
-        config_file = existing(folder / "config.json", key="the transformer's config.json")
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config_file, config = folder / "config.json", self.denoiser_config(ctx)
         found = config.get("in_dim", config.get("in_channels"))
         wanted = _LATENT_CHANNELS + (MASK_CHANNELS + _LATENT_CHANNELS if self.conditioned(ctx) else 0)
         if found is not None and found != wanted:
@@ -90,39 +94,67 @@ class WanRecipe(Recipe):
                 f"feeds {wanted}. Use {other}, or other weights."
             )
 
+    def denoiser_config(self, ctx: RunContext) -> dict[str, Any]:
+        file = existing(self.transformer_folder(ctx) / "config.json", key="the transformer's config.json")
+        return json.loads(file.read_text(encoding="utf-8"))
+
     def _part(self, ctx: RunContext, group: str, key: str) -> Path:
         subpath = section(ctx.config, group).get(key, key.removesuffix("_subpath"))
         return existing(self.root(ctx) / subpath, key=f"{group}.{key}")
 
     def data(self, ctx: RunContext) -> DataModule:
         options, vae = ctx.spec.options, section(ctx.config, "vae_kwargs")
-        return build_data(
+        data = build_data(
             DataOptions.from_args(
                 ctx.args, inpaint=self.conditioned(ctx), temporal_ratio=vae.get("temporal_compression_ratio", 4),
                 mask_image_start_only=options["mask_image_start_only"],
                 first_ratio_prob=options["first_ratio_prob"], ratio_draw_from_rng=options["ratio_draw_from_rng"],
                 worker_seeding=options["worker_seeding"],
             ),
-            rank=ctx.rank, world=ctx.world, rng=ctx.rng.numpy,
+            rank=ctx.layout.data_rank, world=ctx.layout.data_world, rng=ctx.rng.numpy,
         )
+        ctx.cache = encoders.open_cache(ctx, data, self._fingerprints(ctx))
+        ctx.spared = encoders.spared(ctx, ctx.cache, data)
+        return data
+
+    def _fingerprints(self, ctx: RunContext) -> dict[str, dict[str, Any]]:
+        """What decides the values of cached encodings, by kind."""
+        text_kwargs = section(ctx.config, "text_encoder_kwargs")
+        found = {
+            LATENTS: {"weights": self._vae_path(ctx), "options": section(ctx.config, "vae_kwargs"),
+                      "tiling": bool(getattr(ctx.args, "vae_tiling", False))},
+            TEXT: {"weights": self._part(ctx, "text_encoder_kwargs", "text_encoder_subpath"), "options": text_kwargs,
+                   "tokenizer": self._part(ctx, "text_encoder_kwargs", "tokenizer_subpath"),
+                   "tokens": ctx.args.tokenizer_max_length},
+        }
+        if self.conditioned(ctx):
+            found[IMAGE] = {"weights": self._part(ctx, "image_encoder_kwargs", "image_encoder_subpath")}
+        return found
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
     def load(self, ctx: RunContext) -> Components:
+        components = self.encoders(ctx, skip=ctx.spared)
+        components.denoiser = self._transformer(ctx)
+        components.denoiser.requires_grad_(False)
+        return components
+
+    def encoders(self, ctx: RunContext, *, skip: frozenset[str] = frozenset()) -> Components:
         from transformers import AutoTokenizer
 
-        text_kwargs = section(ctx.config, "text_encoder_kwargs")
         components = Components(
             tokenizer=AutoTokenizer.from_pretrained(
                 self._part(ctx, "text_encoder_kwargs", "tokenizer_subpath"), local_files_only=True
             ),
-            text_encoder=self._text_encoder(ctx, text_kwargs),
-            vae=self._vae(ctx),
+            text_encoder=None if "text_encoder" in skip else self._text_encoder(ctx),
+            vae=None if "vae" in skip else self._vae(ctx),
             image_encoder=self._image_encoder(ctx) if self.conditioned(ctx) else None,
-            denoiser=self._transformer(ctx),
+            denoiser=nn.Identity(),
             schedule=flow_schedule(ctx.config),
         )
-        for module in (*components.frozen().values(), components.denoiser):
+        if "text_encoder" in skip:
+            components.extras["text_encoder_shape"] = self._text_encoder_shape(ctx)
+        for module in components.frozen().values():
             module.requires_grad_(False)
         return components
 
@@ -141,23 +173,35 @@ class WanRecipe(Recipe):
             load_weights(model, ctx.args.transformer_path, strict=True, allow_partial=ctx.args.allow_partial_load)
         return model
 
+    def _vae_path(self, ctx: RunContext) -> Path:
+        return Path(ctx.args.vae_path) if ctx.args.vae_path else self._part(ctx, "vae_kwargs", "vae_subpath")
+
     def _vae(self, ctx: RunContext) -> nn.Module:
         from videox_fun.models.wan_vae import AutoencoderKLWan
 
-        path = ctx.args.vae_path or self._part(ctx, "vae_kwargs", "vae_subpath")
         vae = AutoencoderKLWan.from_pretrained(
-            str(path), additional_kwargs=section(ctx.config, "vae_kwargs"), torch_dtype=ctx.weight_dtype
+            str(self._vae_path(ctx)), additional_kwargs=section(ctx.config, "vae_kwargs"), torch_dtype=ctx.weight_dtype
         )
         return vae.eval()
 
-    def _text_encoder(self, ctx: RunContext, kwargs: dict[str, Any]) -> nn.Module:
+    def _text_encoder(self, ctx: RunContext) -> nn.Module:
         from videox_fun.models.wan_text_encoder import WanT5EncoderModel
 
         path = self._part(ctx, "text_encoder_kwargs", "text_encoder_subpath")
         encoder = WanT5EncoderModel.from_pretrained(
-            str(path), additional_kwargs=kwargs, low_cpu_mem_usage=True, torch_dtype=ctx.weight_dtype
+            str(path), additional_kwargs=section(ctx.config, "text_encoder_kwargs"), low_cpu_mem_usage=True,
+            torch_dtype=ctx.weight_dtype,
         )
+        if self._cache(ctx, TEXT) is not None:
+            encoders.write_text_config(ctx.cache, encoder.config)
         return encoder.eval()
+
+    def _text_encoder_shape(self, ctx: RunContext) -> nn.Module:
+        """The text encoder without weights, for what only counts its layers."""
+        from videox_fun.models.wan_text_encoder import WanT5EncoderModel
+
+        with torch.device("meta"):
+            return WanT5EncoderModel(**encoders.read_text_config(ctx.cache))
 
     def _image_encoder(self, ctx: RunContext) -> nn.Module:
         from videox_fun.models.wan_image_encoder import CLIPModel
@@ -179,21 +223,68 @@ class WanRecipe(Recipe):
     @torch.no_grad()
     def condition(self, ctx: RunContext, components: Components, batch: dict) -> Conditioning:
         """Draw order: text-only flags (numpy), VAE posteriors of clip and condition (torch), CLIP drops (``rng``)."""
-        conditioned = self.conditioned(ctx)
+        latents, inputs = self._clips(ctx, components, batch)
+        return Conditioning(latents, self._prompts(ctx, components, batch), inputs)
+
+    @torch.no_grad()
+    def fill(self, ctx: RunContext, components: Components, batch: dict) -> None:
+        if batch.get("text"):
+            self._prompts(ctx, components, batch)
+        if "source" in batch:
+            self._clips(ctx, components, batch)
+
+    def _clips(self, ctx: RunContext, components: Components, batch: dict) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Latents, and the denoiser's inputs made of pixels."""
+        conditioned, live = self.conditioned(ctx), self._cache(ctx, LATENTS) is None
         keep = inpaint.drop_fully_masked(batch["mask"]) if conditioned else []
         inputs: dict[str, Any] = {}
-        with ctx.residency.use(components.vae, components.image_encoder):
-            latents = self._encode(ctx, components, batch["pixel_values"])
+        with ctx.residency.use(components.vae, components.image_encoder) if live else nullcontext():
+            latents = self._latents(ctx, components, batch)
             if conditioned:
                 inputs["y"] = inpaint.inpaint_channels(
                     batch["mask"], batch["mask_pixel_values"], keep, latents=latents,
-                    encode=lambda pixels: self._encode(ctx, components, pixels),
+                    encode=partial(self._masked_latents, ctx, components, batch),
                 )
                 inputs["clip_fea"] = inpaint.clip_context(
-                    batch["clip_pixel_values"], encoder=components.image_encoder, dtype=ctx.weight_dtype,
+                    batch["clip_pixel_values"], encoder=self._image_features(ctx, components), dtype=ctx.weight_dtype,
                     drop=ctx.spec.options["clip_drop"], rng=ctx.rng.numpy,
                 )
-        return Conditioning(latents, self._prompts(ctx, components, batch), inputs)
+        return latents, inputs
+
+    def _cache(self, ctx: RunContext, kind: str) -> EncodingCache | None:
+        return ctx.cache if ctx.cache is not None and ctx.cache.caches(kind) else None
+
+    def _latents(self, ctx: RunContext, components: Components, batch: dict) -> torch.Tensor:
+        cache = self._cache(ctx, LATENTS)
+        if cache is None:
+            return self._encode(ctx, components, batch["pixel_values"])
+        moments = cached.batch_moments(
+            cache, batch, encode=partial(self._moments, ctx, components), device=ctx.device
+        )
+        return cached.sample_posterior(moments, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
+
+    def _masked_latents(
+        self, ctx: RunContext, components: Components, batch: dict, pixels_BFCHW: torch.Tensor
+    ) -> torch.Tensor:
+        cache = self._cache(ctx, LATENTS)
+        if cache is None:
+            return self._encode(ctx, components, pixels_BFCHW)
+        moments = cached.clip_moments(
+            cache, batch["source"], pixels_BFCHW, encode=partial(self._moments, ctx, components),
+            masked=[known_frames(mask) for mask in batch["mask"]],
+        )
+        return cached.sample_posterior(moments, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
+
+    def _image_features(self, ctx: RunContext, components: Components) -> Any:
+        cache = self._cache(ctx, IMAGE)
+        if cache is None:
+            return components.image_encoder
+
+        def encode(pictures: list[torch.Tensor]) -> torch.Tensor:
+            with ctx.residency.use(components.image_encoder):
+                return components.image_encoder(pictures)
+
+        return cached.CachedImageEncoder(cache, encode)
 
     def _encode(self, ctx: RunContext, components: Components, pixels_BFCHW: torch.Tensor) -> torch.Tensor:
         from videox_fun.models.wan_vae import encode_videos
@@ -201,13 +292,33 @@ class WanRecipe(Recipe):
         pixels_BCFHW = pixels_BFCHW.to(ctx.weight_dtype).transpose(1, 2)
         return encode_videos(components.vae, pixels_BCFHW, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
 
+    def _moments(self, ctx: RunContext, components: Components, pixels_BFCHW: torch.Tensor) -> torch.Tensor:
+        """Posteriors ``[B, 2C, T, h, w]`` for the cache."""
+        if components.vae is None:
+            logger.warning("A clip is not in the cache: the VAE is loaded after all.")
+            components.vae = self._vae(ctx).requires_grad_(False)
+            ctx.residency.place(components.vae)
+        pixels_BCFHW = pixels_BFCHW.to(ctx.weight_dtype).transpose(1, 2)
+        with ctx.residency.use(components.vae):
+            return torch.cat([components.vae.encode(chunk)[0].parameters
+                              for chunk in pixels_BCFHW.split(ctx.args.vae_mini_batch)])
+
     def _prompts(self, ctx: RunContext, components: Components, batch: dict) -> Any:
+        cache = self._cache(ctx, TEXT)
+        if cache is not None:
+            embed = partial(self._embed, ctx, components)
+            return cached.prompts(cache, batch["text"], encode=lambda prompt: embed([prompt])[0], device=ctx.device)
         ready = text.batch_prompts(batch, device=ctx.device, dtype=ctx.weight_dtype, untrimmed=ctx.compat)
-        if ready is not None:
-            return ready
+        return ready if ready is not None else self._embed(ctx, components, batch["text"])
+
+    def _embed(self, ctx: RunContext, components: Components, prompts: list[str]) -> list[torch.Tensor]:
+        if components.text_encoder is None:
+            logger.warning("A caption is not in the cache: the text encoder is loaded after all.")
+            components.text_encoder = self._text_encoder(ctx).requires_grad_(False)
+            ctx.residency.place(components.text_encoder)
         with ctx.residency.use(components.text_encoder):
             return text.encode_prompts(
-                batch["text"], tokenizer=components.tokenizer, text_encoder=components.text_encoder,
+                prompts, tokenizer=components.tokenizer, text_encoder=components.text_encoder,
                 max_length=ctx.args.tokenizer_max_length, device=ctx.device,
             )
 
@@ -221,3 +332,8 @@ class WanRecipe(Recipe):
                 x=noisy, context=conditioning.text, t=timesteps, seq_len=-(-frames * height * width // 4),
                 **conditioning.inputs,
             )
+
+    def validate(self, ctx: RunContext, components: Components, model: nn.Module, save: Any) -> None:
+        from videox_fun.recipes.wan_sampling import sample_prompts
+
+        sample_prompts(ctx, components, model, save, conditioned=self.conditioned(ctx))

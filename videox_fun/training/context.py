@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from optim_patches.base import unwrap
+from videox_fun.dist.mesh import Layout
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from optim_patches.registry import PatchManager
+    from videox_fun.data.cache import EncodingCache
     from videox_fun.training.ema import EMA
     from videox_fun.training.residency import Residency
     from videox_fun.training.specs import ScriptSpec
@@ -38,6 +40,9 @@ class RunContext:
     global_step: int = 0
     epoch: int = 0
     autocast_enabled: bool = False
+    sequence_size: int = 1
+    cache: EncodingCache | None = None
+    spared: frozenset[str] = frozenset()
 
     @property
     def compat(self) -> bool:
@@ -59,6 +64,11 @@ class RunContext:
     @property
     def world(self) -> int:
         return self.accelerator.num_processes
+
+    @property
+    def layout(self) -> Layout:
+        """Data rank and data world: processes that share the tokens of a sample see the same batch."""
+        return Layout(rank=self.rank, world=self.world, sequence=self.sequence_size)
 
     def autocast(self) -> AbstractContextManager:
         """Autocast for the denoiser, needed only where trainable weights are kept wider than ``weight_dtype``."""

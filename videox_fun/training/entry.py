@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 #: Exit code after a user's mistake, as argparse uses it.
 EXIT_USAGE = 2
-#: Exit code after a run that stopped itself: a strict audit, a save that failed, weights that diverged.
+#: Exit code after a run that stopped itself: a strict audit, a save that failed, weights that diverged,
+#: data that cannot be read.
 EXIT_FAILED = 1
 
 
@@ -44,12 +45,13 @@ def main(script_id: str, argv: Sequence[str] | None = None) -> int:
 def _run(trainer) -> int:
     """Run, and report as one sentence what the run itself decided to stop for."""
     from optim_patches.audit.live import AuditFailed
+    from videox_fun.data.bad_rows import DataError
     from videox_fun.training.checkpoint import CheckpointError
     from videox_fun.training.clipping import NonFiniteError
 
     try:
         return trainer.run()
-    except (AuditFailed, CheckpointError, NonFiniteError) as error:
+    except (AuditFailed, CheckpointError, DataError, NonFiniteError) as error:
         if os.environ.get("VIDEOX_TRACEBACK"):
             raise
         logger.error("%s", error)
@@ -57,16 +59,42 @@ def _run(trainer) -> int:
         return EXIT_FAILED
 
 
+def prepare_cache(script_id: str, argv: Sequence[str] | None = None) -> int:
+    """Encode everything that a training command line will ask for. Returns the process's exit code."""
+    spec = get_spec(script_id)
+    args = parse_args(spec, argv)
+    if not (args.cache_latents or args.cache_text):
+        args.cache_latents = args.cache_text = True
+    _configure_logging()
+    from videox_fun.training.launch import make_context
+    from videox_fun.training.precompute import precompute
+
+    try:
+        filled = precompute(make_context(spec, args), _recipe(spec))
+    except ValueError as error:
+        if os.environ.get("VIDEOX_TRACEBACK"):
+            raise
+        logger.error("%s", error)
+        _leave_group()
+        return EXIT_USAGE
+    logger.info("cache filled: encoded %s, found %s, failed %d", filled.encoded, filled.found, len(filled.failed))
+    _leave_group()
+    return EXIT_FAILED if filled.failed else 0
+
+
 def build_trainer(spec: ScriptSpec, args: argparse.Namespace):
     """The trainer of a parsed command line, with nothing loaded yet."""
-    import importlib
-
     from videox_fun.training.launch import make_context
     from videox_fun.training.trainer import Trainer
 
+    return Trainer(make_context(spec, args), _recipe(spec))
+
+
+def _recipe(spec: ScriptSpec):
+    import importlib
+
     module, _, name = spec.recipe.partition(":")
-    recipe = getattr(importlib.import_module(f"videox_fun.recipes.{module}"), name)()
-    return Trainer(make_context(spec, args), recipe)
+    return getattr(importlib.import_module(f"videox_fun.recipes.{module}"), name)()
 
 
 def _configure_logging() -> None:

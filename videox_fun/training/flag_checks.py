@@ -19,8 +19,9 @@ TRAIN_MODES = ("normal", "inpaint", "i2v", "ti2v", "control", "control_ref", "co
 _AT_LEAST_ONE = ("train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_train_steps",
                  "vae_mini_batch", "video_sample_n_frames", "video_sample_stride", "video_sample_size",
                  "image_sample_size", "token_sample_size", "checkpointing_steps", "checkpoints_total_limit",
-                 "validation_steps", "validation_epochs", "train_sampling_steps", "tokenizer_max_length", "rank",
-                 "network_alpha")
+                 "validation_steps", "validation_epochs", "validation_inference_steps", "validation_loss_steps",
+                 "validation_loss_samples", "validation_loss_levels", "train_sampling_steps", "tokenizer_max_length",
+                 "rank", "network_alpha")
 _AT_LEAST_ZERO = ("dataloader_num_workers", "lr_warmup_steps", "video_repeat", "learning_rate", "learning_rate_low",
                   "max_grad_norm", "max_data_errors", "seed", "abnormal_norm_clip_start", "initial_grad_norm_ratio")
 _SHARES = ("text_drop_ratio", "motion_sub_loss_ratio", "selective_ac")
@@ -103,6 +104,8 @@ def check_paths(args: argparse.Namespace) -> None:
                          "type.")
     _need(args, "train_data_meta")
     _need(args, "train_data_dir", folder=True)
+    _need(args, "validation_data_meta")
+    _need(args, "validation_data_dir", folder=True)
     for path in getattr(args, "validation_paths", None) or ():
         if not Path(path).exists():
             raise ValueError(f"--validation_paths: {describe_missing(path)}")
@@ -123,7 +126,7 @@ def _need(args: argparse.Namespace, name: str, *, folder: bool = False) -> None:
 
 def without_effect(args: argparse.Namespace) -> list[str]:
     """One line for each flag that another flag makes pointless."""
-    lines = []
+    lines = _idle_validation(args)
     if not getattr(args, "enable_bucket", True):
         idle = [f"--{name}" for name in _NEEDS_BUCKETS if getattr(args, name, None)]
         if idle:
@@ -131,10 +134,26 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     if getattr(args, "auto_tile_batch_size", False) and not args.training_with_video_token_length:
         lines.append("--auto_tile_batch_size has no effect without --training_with_video_token_length.")
     if getattr(args, "multi_stream", False):
-        lines.append("--multi_stream has no effect: the encoders share one CUDA stream, which needs no synchronisation.")
+        lines.append("--multi_stream has no effect: the encoders share one CUDA stream.")
     if getattr(args, "selective_ac", 0) and args.gradient_checkpointing:
         lines.append("--selective_ac has no effect beside --gradient_checkpointing, which checkpoints every block.")
     if getattr(args, "initial_grad_norm_ratio", None) is not None and "initial_grad_norm_ratio" in args.explicit:
         if args.abnormal_norm_clip_start is None:
             lines.append("--initial_grad_norm_ratio has no effect without --abnormal_norm_clip_start.")
+    return lines
+
+
+def _idle_validation(args: argparse.Namespace) -> list[str]:
+    lines = []
+    for needed, names in (
+        ("validation_prompts", ("validation_inference_steps", "validation_guidance_scale",
+                                "validation_negative_prompt", "validation_clip_image")),
+        ("validation_data_meta", ("validation_data_dir", "validation_loss_steps", "validation_loss_samples",
+                                  "validation_loss_levels")),
+    ):
+        idle = [f"--{name}" for name in names if name in args.explicit]
+        if idle and not getattr(args, needed, None):
+            lines.append(f"Without --{needed} these flags have no effect: {', '.join(idle)}.")
+    if getattr(args, "validation_paths", None) and args.train_mode == "normal":
+        lines.append("--validation_paths has no effect with --train_mode normal.")
     return lines

@@ -77,8 +77,10 @@ GROUP_TITLES: dict[str, str] = {
     "selective_ac": "fractional activation checkpointing",
     "ignored": "accepted for compatibility, without effect",
     "own": "additions of this project",
+    "own_validation": "validation (additions of this project)",
     "own_lora": "additions for LoRA",
     "own_named": "additions for full fine-tuning",
+    "own_cache": "encode once (additions of this project)",
     "patches": "optimization layer",
 }
 
@@ -220,6 +222,19 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _switch("--allow_resume_changes", "Resume although settings of the saved run differ."),
         _switch("--master_weights_fp32", "Keep trained parameters in fp32 whatever the compute precision is."),
     ),
+    "own_validation": (
+        _value("--validation_inference_steps", "Denoising steps of the clips drawn for --validation_prompts.", int, 25),
+        _value("--validation_guidance_scale", "Guidance of these clips; 1 turns it off.", float, 4.5),
+        _value("--validation_negative_prompt", "Their negative prompt; the model's usual one when not given."),
+        _switch("--validation_clip_image", "Show the start images of --validation_paths to the image encoder too."),
+        _value("--validation_data_meta", "Annotation file of clips that are not trained on: their loss at fixed noise "
+               "is logged as validation_loss."),
+        _value("--validation_data_dir", "Folder of its relative paths; --train_data_dir when not given."),
+        _value("--validation_loss_steps", "Measure it every n optimizer steps (and before and after the run); every "
+               "--validation_steps when not given.", int),
+        _value("--validation_loss_samples", "Measure at most this many of these clips.", int, 16),
+        _value("--validation_loss_levels", "Measure each at this many noise levels.", int, 4),
+    ),
     "own_lora": (
         _value("--rank_drop_out", "Probability of dropping a rank of the update.", float),
         _value("--module_drop_out", "Probability of skipping an adapted layer's update.", float),
@@ -232,6 +247,13 @@ _ROWS: dict[str, tuple[Row, ...]] = {
     "own_named": (
         _value("--learning_rate_low", "Learning rate of --trainable_modules_low_learning_rate; half of --learning_rate "
                "when not given.", float),
+    ),
+    "own_cache": (
+        _switch("--cache_latents", "Keep the posteriors of encoded clips (and CLIP features) on disk and read them."),
+        _switch("--cache_text", "Keep prompt embeddings on disk and read them."),
+        _value("--cache_dir_latents", "Folder of the cache; 'cache' below --output_dir when not given."),
+        _value("--cache_clip_starts", "Clips start at one of this many frames, evenly spread; 0 is any frame, which a "
+               "cache of long clips seldom finds again.", int, 0),
     ),
 }
 
@@ -246,7 +268,7 @@ IGNORED_WITH: dict[str, frozenset[str]] = {"lora": frozenset({"--use_ema"})}
 
 def own_groups(trainable: str) -> tuple[str, ...]:
     """Groups of additions that every script with this trainable kind has."""
-    return tuple(group for group in ("own", f"own_{trainable}") if group in GROUPS)
+    return tuple(group for group in ("own", "own_validation", f"own_{trainable}", "own_cache") if group in GROUPS)
 
 
 def find_flag(name: str) -> Flag | None:

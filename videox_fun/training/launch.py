@@ -109,6 +109,16 @@ def make_context(spec: ScriptSpec, args: argparse.Namespace) -> RunContext:
     )
 
 
+def join_sequence_groups(ctx: RunContext) -> None:
+    """Give the processes that share the tokens of a sample the same streams. To be called before anything is drawn."""
+    outcome = ctx.patches.outcome("ulysses")
+    if outcome is None or not outcome.verdict.ok:
+        return
+    ctx.sequence_size = ctx.args.sequence_parallel_size
+    ctx.rng = RngStreams(ctx.args.seed, rank=ctx.layout.data_rank, device=ctx.device)
+    ctx.rng.seed_globals()
+
+
 def sharding_stage(accelerator: Accelerator) -> int:
     """0 without sharding of gradients or weights, else the ZeRO stage that DeepSpeed or FSDP corresponds to."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)

@@ -94,6 +94,10 @@ class RunMeter:
             totals.micro_steps += 1
         self._last = now
 
+    def restart_clock(self) -> None:
+        """Leave what happened since the last step (saving, sampling) out of the step times."""
+        self._last = time.perf_counter()
+
     def updated(
         self, player: Player, loss_name: str, result: ClipResult, metrics: dict[str, torch.Tensor], *, stepped: bool
     ) -> None:
@@ -141,6 +145,7 @@ class RunMeter:
             "timesteps": [value for drawn in self.timesteps for value in drawn.flatten().tolist()],
             "motion_share": self.motion_share, "texts": self.texts, "text_dropped": self.text_dropped,
             "tiling": list(self.tiling), "loader_workers": self.args.dataloader_num_workers,
+            "cache": {} if ctx.cache is None else {"hits": dict(ctx.cache.hits), "misses": dict(ctx.cache.misses)},
         }
 
 

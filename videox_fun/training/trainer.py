@@ -18,12 +18,14 @@ from typing import Any, final
 import torch
 
 from optim_patches.base import Stage, Target
+from videox_fun.data.bad_rows import DataError
 from videox_fun.recipes.base import Recipe
 from videox_fun.training import activation, batches, launch, meters
 from videox_fun.training.checkpoint import CheckpointManager
 from videox_fun.training.clipping import ClipResult, GradientClipper
 from videox_fun.training.context import Components, Player, RunContext
 from videox_fun.training.ema import EMA
+from videox_fun.training.held_out import build_held_out
 from videox_fun.training.objectives import OBJECTIVES, LossOutput, Phase
 from videox_fun.training.optimizers import build_lr_scheduler, build_optimizer
 from videox_fun.training.precision import LossScaling
@@ -68,11 +70,14 @@ class Trainer:
         """Everything up to the first step. Raises ``ValueError`` for what the user can mend."""
         ctx = self.ctx
         self.recipe.check(ctx)
+        self.target.extras["denoiser_config"] = self.recipe.denoiser_config(ctx)
         ctx.patches.preflight(self.target)
+        launch.join_sequence_groups(ctx)
         self.data = self.recipe.data(ctx)
         if self.data is not None and ctx.is_main:
             for line in self.data.summary().lines():
                 logger.info("%s", line)
+        self.held_out = build_held_out(ctx, self.recipe)
         ctx.patches.run_stage(Stage.PRE_LOAD, self.target)
         self.components: Components = self.recipe.load(ctx)
         ctx.rng.separate()
@@ -110,7 +115,7 @@ class Trainer:
                 player.model.to(ctx.device)
             if self.args.use_ema and ctx.spec.trainable == "named":
                 player.ema = EMA(player.model.named_parameters(), dtype=None if ctx.compat else torch.float32)
-            player.optimizer = build_optimizer(self.args, player.groups, world=ctx.world)
+            player.optimizer = build_optimizer(self.args, player.groups, world=ctx.layout.data_world)
             if self._managed():
                 player.model, player.optimizer = ctx.accelerator.prepare(player.model, player.optimizer)
             else:
@@ -143,7 +148,9 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             ctx, players=self.players, loader=self.loader, scaler=self.scaling.scaler
         )
-        self.validator = Validator(ctx, self.recipe, self.components, self.players)
+        self.validator = Validator(
+            ctx, self.recipe, self.components, self.players, objective=self.objective, held_out=self.held_out
+        )
         self.audit = meters.start_audit(ctx, self.target)
 
     def _resume(self) -> None:
@@ -160,7 +167,7 @@ class Trainer:
 
     def _announce(self) -> None:
         args, ctx = self.args, self.ctx
-        total_batch = args.train_batch_size * ctx.world * args.gradient_accumulation_steps
+        total_batch = args.train_batch_size * ctx.layout.data_world * args.gradient_accumulation_steps
         logger.info("***** Running training *****")
         if self.data is not None:
             logger.info("  Num examples = %d", len(self.data.dataset))
@@ -173,21 +180,31 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end. Returns the exit code: 0, or the documented code after a signal's save."""
-        with self.signals:
-            self.run_logger.start(vars(self.args))
-            self.checkpoints.restore_rng()
+        try:
+            with self.signals:
+                self._train()
+            return self._close()
+        finally:
+            close = getattr(self.loader, "close", None)
+            if close is not None:
+                close()
+
+    def _train(self) -> None:
+        self.run_logger.start(vars(self.args))
+        self.checkpoints.restore_rng()
+        self.validator.start(self.run_logger)
+        self.meter.restart_clock()
+        micro = 0
+        for batch, is_last in self._batches():
+            micro += 1
+            sync = micro % self.args.gradient_accumulation_steps == 0 or is_last
+            self._micro_step(batch, sync=sync)
+            self.meter.micro_step(self.loader.wait_s)
+            if not sync:
+                continue
             micro = 0
-            for batch, is_last in self._batches():
-                micro += 1
-                sync = micro % self.args.gradient_accumulation_steps == 0 or is_last
-                self._micro_step(batch, sync=sync)
-                self.meter.micro_step(self.loader.wait_s)
-                if not sync:
-                    continue
-                micro = 0
-                if self._after_step():
-                    break
-        return self._close()
+            if self._after_step():
+                break
 
     def _batches(self) -> Iterator[tuple[dict, bool]]:
         """Batches of all epochs, until the loop stops asking."""
@@ -201,12 +218,13 @@ class Trainer:
                 yield batch, is_last
             empty = 0 if found else empty + 1
             if empty > self.args.train_batch_size:  # leftovers fill a bucket at least this fast
-                raise ValueError(
+                raise DataError(
                     f"{empty} epochs in a row gave no batch: the buckets do not fill up to --train_batch_size "
-                    f"{self.args.train_batch_size}. Lower it, or add rows."
+                    f"{self.args.train_batch_size} (lower it, or add rows), or no file can be read any more."
                 )
             self.ctx.epoch += 1
             self.validator.after_epoch(self.ctx.epoch - 1)
+            self.meter.restart_clock()
 
     def _micro_step(self, batch: dict, *, sync: bool) -> None:
         if self.ctx.global_step == self.first_step and not self.meter.micro_steps and "pixel_values" in batch:
@@ -283,7 +301,9 @@ class Trainer:
         if stop or step % args.checkpointing_steps == 0:
             saved = self.checkpoints.save(step, force_state=stop)
             self.run_logger.note("checkpoint", step, path=str(saved))
-        self.validator.after_step(step)
+        if not stop:
+            self.validator.after_step(step)
+        self.meter.restart_clock()
         return stop or step >= self.total_steps
 
     def _facts(self) -> dict[str, Any]:
@@ -295,7 +315,10 @@ class Trainer:
     def _close(self) -> int:
         ctx = self.ctx
         ctx.accelerator.wait_for_everyone()
+        if ctx.cache is not None:
+            logger.info("%s", ctx.cache.report())
         if not self.signals.requested:
+            self.validator.finish()
             saved = self.checkpoints.final(ctx.global_step)
             if ctx.is_main:
                 logger.info("written: %s", saved)
@@ -304,5 +327,8 @@ class Trainer:
             paths += self.audit.finish(self.target, self._facts()).files
         for path in paths:
             logger.info("written: %s", path)
-        ctx.accelerator.end_training()
+        try:
+            ctx.accelerator.end_training()
+        except Exception as error:  # a tracker that cannot say goodbye must not make a finished run look failed
+            logger.warning("A tracker did not close (%s); the checkpoints are written.", error)
         return self.signals.exit_code

@@ -34,7 +34,7 @@ class DiscreteSampling:
 
     def interval(self, rank: int, world: int) -> tuple[int, int]:
         """Half-open interval of ``rank`` among ``world`` ranks."""
-        widths = range(min(self.sp_size, world), world + 1)
+        widths = range(self.sp_size, world + 1, self.sp_size)  # an interval never cuts a sequence group in two
         width = next(w for w in widths if world % w == 0 and self.num_idx % (world // w) == 0)
         size = self.num_idx // (world // width)
         low = self.start_num_idx + (rank // width) * size

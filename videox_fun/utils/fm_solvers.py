@@ -26,11 +26,10 @@ def get_sampling_sigmas(sampling_steps: int, shift: float) -> np.ndarray:
 
 
 def use_levels(scheduler: Any, sigmas: np.ndarray, device: str | torch.device | None) -> None:
-    """Replace a scheduler's noise levels; its times become whole numbers, cut as the denoisers were used with."""
-    levels = torch.tensor(np.asarray(sigmas, dtype=np.float32))
-    steps = scheduler.config.num_train_timesteps
-    scheduler.timesteps = (levels.double() * steps + 1e-3).to(device=device, dtype=torch.int64)
-    scheduler.sigmas = torch.cat([levels, torch.zeros(1)])
+    """Replace a scheduler's noise levels. Its times are cut to whole numbers, not rounded."""
+    times = (sigmas * scheduler.config.num_train_timesteps).astype(np.int64)
+    scheduler.timesteps = torch.from_numpy(times).to(device)
+    scheduler.sigmas = torch.cat([torch.from_numpy(sigmas.astype(np.float32)), torch.zeros(1)])
 
 
 def retrieve_timesteps(
@@ -88,4 +87,4 @@ class FlowDPMSolverMultistepScheduler(DPMSolverMultistepScheduler):
         count = num_inference_steps if sigmas is None else len(sigmas)
         super().set_timesteps(count, device=device, mu=mu if self.config.use_dynamic_shifting else None)
         if sigmas is not None:
-            use_levels(self, np.asarray(sigmas), device)
+            use_levels(self, np.asarray(sigmas, dtype=np.float64), device)

@@ -59,6 +59,10 @@ class Objective(ABC):
     def phases(self, step: int) -> Sequence[Phase]:
         """The updates of optimizer step ``step`` (counted from 0), in order."""
 
+    def held_out_loss(self, prepared: Any, *, noise: torch.Tensor, share: float) -> LossOutput:
+        """Loss for given noise at the noise level at ``share`` (0 = most noise, 1 = least) of the schedule."""
+        raise ValueError(f"--validation_data_meta: {type(self).__name__} has no held-out loss; leave the flag out.")
+
     def loader(self, data: DataModule | None) -> TrainLoader:
         """What the loop iterates. An objective that needs no dataset supplies its own."""
         if data is None:

@@ -19,9 +19,9 @@ _LARGEST_ERROR = 50.0
 
 
 def thresholded_mse(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Mean squared error in float32, errors above 50 counted as zero."""
+    """Mean squared error in float32, errors above 50 counted as zero. Non-finite ones stay, for the loss to show."""
     error = prediction.float() - target.float()
-    squared = torch.where(error.detach().abs() <= _LARGEST_ERROR, error, 0.0).square()
+    squared = error.square() * (error.detach().abs() <= _LARGEST_ERROR)
     if weight is not None:
         squared = squared * weight
     return squared.mean()
@@ -41,14 +41,16 @@ class FlowMatch(Objective):
 
         args = self.ctx.args
         self.timesteps = TimestepSampler(
-            args, self.components.schedule, generator=self.ctx.rng.torch, compat=self.ctx.compat
+            args, self.components.schedule, generator=self.ctx.rng.torch, compat=self.ctx.compat,
+            sequence=self.ctx.sequence_size,
         )
         schedule = self.components.schedule
         self.table_t = schedule.timesteps.to(self.ctx.device)
         self.table_sigma = schedule.sigmas.to(self.ctx.device)
         trainable = make_trainable(self.ctx.spec, args)
         if trainable.kind == "lora":
-            trainable.text_encoder = self.components.text_encoder  # its adapters draw initial values first
+            # Its adapters draw initial values first; where it is not loaded, its shape draws the same.
+            trainable.text_encoder = self.components.text_encoder or self.components.extras.get("text_encoder_shape")
         self.player = Player("transformer", self.components.denoiser, trainable)
         return [self.player]
 
@@ -66,6 +68,12 @@ class FlowMatch(Objective):
         )
         indices = self.timesteps(latents.shape[0], latents.device)
         return self.loss(conditioning, noise=noise, indices=indices, scheme=args.weighting_scheme)
+
+    def held_out_loss(self, prepared: Conditioning, *, noise: torch.Tensor, share: float) -> LossOutput:
+        schedule = self.components.schedule
+        index = schedule.start + int(share * (schedule.stop - schedule.start))
+        indices = torch.full((prepared.latents.shape[0],), index, device=prepared.latents.device)
+        return self.loss(prepared, noise=noise, indices=indices, scheme="none")
 
     def loss(self, conditioning: Conditioning, *, noise: torch.Tensor, indices: torch.Tensor,
              scheme: str) -> LossOutput:

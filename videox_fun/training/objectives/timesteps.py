@@ -37,11 +37,13 @@ class TimestepSampler:
 
     ``--uniform_sampling`` draws from the per-rank generator, each rank in its own interval. Otherwise a density over
     [0, 1] is drawn from the global generator and spread over the schedule's trained range; upstream spreads it over
-    all levels even where one of two experts is trained, which ``compat`` reproduces.
+    all levels even where one of two experts is trained, which ``compat`` reproduces. ``sequence`` processes share a
+    sample and therefore an interval.
     """
 
     def __init__(
-        self, args: argparse.Namespace, schedule: NoiseSchedule, *, generator: torch.Generator, compat: bool
+        self, args: argparse.Namespace, schedule: NoiseSchedule, *, generator: torch.Generator, compat: bool,
+        sequence: int = 1,
     ) -> None:
         self.args = args
         self.schedule = schedule
@@ -50,7 +52,9 @@ class TimestepSampler:
         self.start, self.count = schedule.start, stop - schedule.start
         if compat and not args.uniform_sampling:
             self.start, self.count = 0, len(schedule.timesteps)
-        self.uniform = DiscreteSampling(self.count, args.uniform_sampling, start_num_idx=self.start)
+        self.uniform = DiscreteSampling(
+            self.count, args.uniform_sampling, start_num_idx=self.start, sp_size=sequence
+        )
 
     def __call__(self, count: int, device: torch.device) -> torch.Tensor:
         """``[count]`` int64 indices on ``device``."""

@@ -1,0 +1,107 @@
+"""The cache of a run: opened from the flags, fingerprints taken, and which encoders the run can do without."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from videox_fun.data import cache as caching
+from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache
+from videox_fun.data.cache_store import CacheStore, FileFacts, replace_file
+from videox_fun.data.module import DataModule
+from videox_fun.training.context import RunContext
+
+logger = logging.getLogger(__name__)
+
+#: Flags that change a batch after the loader: its frame count is not known when the entry would be read.
+_LATER_CUTS = ("random_frame_crop", "keep_all_node_same_token_length", "auto_tile_batch_size")
+
+
+def cache_folder(ctx: RunContext) -> Path:
+    return Path(ctx.args.cache_dir_latents or Path(ctx.args.output_dir) / "cache")
+
+
+def open_cache(
+    ctx: RunContext, data: DataModule, encoders: Mapping[str, Mapping[str, Any]]
+) -> EncodingCache | None:
+    """The cache that ``--cache_latents`` and ``--cache_text`` ask for, attached to ``data``.
+
+    ``encoders`` says per kind of entry what decides its values: paths (hashed) and plain values.
+    """
+    args = ctx.args
+    wanted = [LATENTS, IMAGE] if args.cache_latents else []
+    wanted += [TEXT] if args.cache_text else []
+    if not wanted:
+        return None
+    if args.cache_text and args.enable_text_encoder_in_dataloader:
+        raise ValueError("--cache_text and --enable_text_encoder_in_dataloader both say where prompts are encoded; "
+                         "leave the second one out.")
+    if args.cache_text and getattr(args, "train_text_encoder", False):
+        raise ValueError("--cache_text keeps prompt embeddings fixed; leave --train_text_encoder out.")
+    folder = cache_folder(ctx)
+    cache = EncodingCache(CacheStore(folder), FileFacts(folder))
+    with ctx.accelerator.main_process_first():
+        for kind in wanted:
+            if kind in encoders:
+                parts = {name: cache.files.fingerprint(value) if isinstance(value, Path) else value
+                         for name, value in encoders[kind].items()}
+                cache.encoders[kind] = caching.fingerprint({**parts, "dtype": str(ctx.weight_dtype)})
+    later = [name for name in _LATER_CUTS if getattr(args, name, False)]
+    cache.skip_decoding = cache.caches(LATENTS) and not data.options.inpaint and not later
+    caching.attach(cache, data, clip_starts=args.cache_clip_starts)
+    logger.info("cache: %s in %s", ", ".join(sorted(cache.encoders)), folder)
+    if cache.caches(LATENTS) and not cache.skip_decoding:
+        why = "masks are drawn anew" if data.options.inpaint else f"--{later[0]} cuts batches"
+        logger.info("cache: clips are still decoded and the VAE stays loaded, because %s; the latents of whole clips, "
+                    "of clips with known frames at their ends, and CLIP features are read from the cache.", why)
+    return cache
+
+
+def spared(ctx: RunContext, cache: EncodingCache | None, data: DataModule | None) -> frozenset[str]:
+    """Which of "vae" and "text_encoder" this run can leave out, because every entry it may ask for exists."""
+    if cache is None or data is None:
+        return frozenset()
+    needing = [name for name in ("validation_prompts", "validation_data_meta") if getattr(ctx.args, name, None)]
+    if needing:
+        logger.info("cache: --%s needs the encoders; they are loaded.", needing[0])
+        return frozenset()
+    found = set()
+    if cache.skip_decoding:
+        missing, total = caching.missing_clips(cache, data)
+        logger.info("cache: %d of %d clip entries exist%s", total - missing, total,
+                    "" if missing else "; the VAE is not loaded")
+        if total and not missing:
+            found.add("vae")
+    if cache.caches(TEXT):
+        texts = caching.captions(data)
+        missing = sum(not cache.holds_text(text) for text in texts)
+        logger.info("cache: %d of %d captions exist%s", len(texts) - missing, len(texts),
+                    "" if missing else "; the text encoder is not loaded")
+        if not missing and read_text_config(cache) is not None:
+            found.add("text_encoder")
+    return frozenset(found)
+
+
+def _config_file(cache: EncodingCache) -> Path:
+    return cache.store.root / TEXT / f"encoder-{cache.encoders[TEXT][:32]}.json"
+
+
+def write_text_config(cache: EncodingCache, config: Mapping[str, Any]) -> None:
+    """Keep the sizes of the text encoder: adapters of the denoiser start from random numbers drawn after its own."""
+    plain = {key: value for key, value in config.items() if not key.startswith("_")}
+    if read_text_config(cache) == plain:
+        return
+    try:
+        replace_file(_config_file(cache), json.dumps(plain).encode("utf-8"))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the text encoder will be loaded again.", _config_file(cache), error)
+
+
+def read_text_config(cache: EncodingCache) -> dict[str, Any] | None:
+    try:
+        return json.loads(_config_file(cache).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
