@@ -21,8 +21,11 @@ from videox_fun.training.entry import build_trainer
 from videox_fun.training.flags import parse_args
 from videox_fun.training.specs import get_spec
 
-LORA_RUNS = ("g_normal", "g_inpaint", "g_normal_mixed256", "g_nobucket", "i_nobucket", "g_broken", "g_frame_crop",
-             "g_keep_token", "g_fix", "g_autotile", "g_logit", "g_peft", "g_notarget", "g_inp_vtl_b2", "g_lowvram_gc", "g_te", "g_tedl", "g_bf16", "g_workers")
+LORA_RUNS = (
+    "g_normal", "g_inpaint", "g_normal_mixed256", "g_nobucket", "i_nobucket", "g_broken", "g_frame_crop",
+    "g_keep_token", "g_fix", "g_autotile", "g_logit", "g_peft", "g_notarget", "g_inp_vtl_b2", "g_lowvram_gc", "g_te",
+    "g_tedl", "g_bf16", "g_workers",
+)
 FULL_RUNS = ("f_normal", "f_ema")
 
 

@@ -229,7 +229,7 @@ class WanTransformer3DModel(CachedSampling, ModelMixin, ConfigMixin, FromOrigina
         )
 
     def to(self, *args: Any, **kwargs: Any) -> WanTransformer3DModel:
-        """Move or cast all weights. The library's own version warns of an empty list of float32 modules on each cast."""
+        """Move or cast all weights. The library's own version warns of an empty list of float32 parts at each cast."""
         return nn.Module.to(self, *args, **kwargs)
 
     # ---- rotary --------------------------------------------------------------------------------------------------
