@@ -205,14 +205,15 @@ OWN: tuple[tuple[str, str], ...] = (
         "text_drop_ratio:f=0.1 abnormal_norm_clip_start:i=1000 initial_grad_norm_ratio:f=5 master_weights_fp32:b "
         "allow_partial_load:b allow_resume_changes:b max_data_errors:i upstream_compat:b audit:s=default "
         "audit_lang:s=en compile:b compile_mode:s compile_backend:s compile_dynamic:s compile_fullgraph:b liger:b "
-        "vae_tiling:b qlora:b fp8:b fp8_base:b sequence_parallel_size:i=1 cuda_graph:b cache_latents:b cache_text:b "
-        "cache_dir_latents:s cache_clip_starts:i=0 fused_optimizer:b prefetch_factor:i block_swap:s "
-        "activation_offload:b",
+        "vae_tiling:b fp8:b fp8_base:b sequence_parallel_size:i=1 cache_latents:b cache_text:b cache_dir_latents:s "
+        "cache_clip_starts:i=0 fused_optimizer:b prefetch_factor:i",
     ),
     ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f"),
     ("all -*lora", "learning_rate_low:f"),
-    ("*reward*", "train_teacache:b"),
 )
+
+#: Optimizations of the checklist that have no flag here yet: rows speak of them, no command is given them.
+PLANNED = frozenset({"qlora", "cuda_graph", "block_swap", "activation_offload", "train_teacache"})
 
 #: Accepted by every script and read by none.
 DEAD = frozenset(

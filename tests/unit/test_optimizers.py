@@ -366,3 +366,22 @@ def test_clipping_reads_the_device_once(monkeypatch):
                             lambda self, *a, _o=original, _n=name: (reads.append(_n), _o(self, *a))[1])
     GradientClipper(make_args(abnormal_norm_clip_start=0)).clip(with_gradient(30.0), step=5, loss=torch.tensor(1.0))
     assert reads == ["tolist"]
+
+
+def test_fused_adamw_updates_like_the_plain_one():
+    def after(fused: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(16, 16)
+        group = ParamGroup(list(layer.parameters()), 1e-2, ["weight", "bias"])
+        flags = {"use_8bit_adam": False, "use_came": False, "fused_optimizer": fused, "scale_lr": False,
+                 "learning_rate": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_weight_decay": 1e-2,
+                 "adam_epsilon": 1e-8}
+        optimizer = build_optimizer(Namespace(**flags), [group])
+        assert bool(optimizer.defaults["fused"]) is fused
+        for _ in range(5):
+            layer(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer.weight.detach()
+
+    torch.testing.assert_close(after(True), after(False), rtol=0, atol=1e-6)

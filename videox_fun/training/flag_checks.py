@@ -73,6 +73,11 @@ def _check_names(args: argparse.Namespace, spec: ScriptSpec) -> None:
 def _check_optimizer(args: argparse.Namespace) -> None:
     if args.use_8bit_adam and args.use_came:
         raise ValueError("--use_8bit_adam and --use_came both choose the optimizer; keep one of them.")
+    if args.fused_optimizer and (args.use_8bit_adam or args.use_came):
+        other = "--use_8bit_adam" if args.use_8bit_adam else "--use_came"
+        raise ValueError(f"--fused_optimizer is AdamW's; {other} has no fused form. Keep one of them.")
+    if args.prefetch_factor is not None and args.prefetch_factor < 1:
+        raise ValueError(f"--prefetch_factor must be at least 1, not {args.prefetch_factor}.")
 
 
 def _check_trainable_modules(args: argparse.Namespace) -> None:

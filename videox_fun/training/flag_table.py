@@ -218,6 +218,8 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _switch("--upstream_compat", "Reproduce known defects of VideoX-Fun where a correction changes numbers."),
         _value("--text_drop_ratio", "Share of prompts replaced by the empty prompt.", float, 0.1),
         _value("--max_data_errors", "Stop after this many unreadable rows (else when none is readable).", int),
+        _switch("--fused_optimizer", "Update all tensors of AdamW in one kernel (torch's fused implementation)."),
+        _value("--prefetch_factor", "Batches that each loader worker reads ahead (2 unless given).", int),
         _switch("--allow_partial_load", "Train although weights are missing from the checkpoint or left over."),
         _switch("--allow_resume_changes", "Resume although settings of the saved run differ."),
         _switch("--master_weights_fp32", "Keep trained parameters in fp32 whatever the compute precision is."),

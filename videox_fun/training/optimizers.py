@@ -74,12 +74,14 @@ def build_optimizer(
     if args.use_came:
         return _came_class()(rows, lr=rate, betas=_CAME_BETAS, eps=_CAME_EPS)
     cls = _adamw8bit_class() if args.use_8bit_adam else torch.optim.AdamW
+    fused = {"fused": True} if getattr(args, "fused_optimizer", False) else {}
     return cls(
         rows,
         lr=rate,
         betas=(args.adam_beta1, args.adam_beta2),
         weight_decay=args.adam_weight_decay,
         eps=args.adam_epsilon,
+        **fused,
     )
 
 
