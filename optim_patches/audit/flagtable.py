@@ -206,7 +206,9 @@ OWN: tuple[tuple[str, str], ...] = (
         "allow_partial_load:b allow_resume_changes:b max_data_errors:i upstream_compat:b audit:s=default "
         "audit_lang:s=en compile:b compile_mode:s compile_backend:s compile_dynamic:s compile_fullgraph:b liger:b "
         "vae_tiling:b fp8:b fp8_base:b sequence_parallel_size:i=1 cache_latents:b cache_text:b cache_dir_latents:s "
-        "cache_clip_starts:i=0 fused_optimizer:b prefetch_factor:i",
+        "cache_clip_starts:i=0 fused_optimizer:b prefetch_factor:i validation_inference_steps:i=25 "
+        "validation_guidance_scale:f=4.5 validation_negative_prompt:s validation_clip_image:b validation_data_meta:s "
+        "validation_data_dir:s validation_loss_steps:i validation_loss_samples:i=16 validation_loss_levels:i=4",
     ),
     ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f"),
     ("all -*lora", "learning_rate_low:f"),

@@ -224,7 +224,7 @@ def test_a_damaged_clip_is_met_by_the_dataset_not_by_the_collate(tmp_path: Path)
     rows = [{"file_path": name, "text": name} for name in ("cat_01.mp4", "broken.mp4")]
     (folder / "metadata.json").write_text(json.dumps(rows))
     (folder / "broken.mp4").write_bytes((folder / "cat_01.mp4").read_bytes()[:-200])
-    data, cache = data_of(folder), make_cache(tmp_path / "cache")
+    data, cache = data_of(folder, text_drop_ratio=0.0), make_cache(tmp_path / "cache")
     caching.attach(cache, data)
     assert data.dataset[1]["text"] == "cat_01.mp4" and data.dataset.bad_rows.rows() == [1]
     assert {entry.name for entry, _ in caching.planned(cache, data)} == {"cat_01.mp4"}
