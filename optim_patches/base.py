@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -138,6 +139,8 @@ class OptimPatch(Protocol):
 
     def planned_sites(self, target: Target) -> tuple[str, ...]: ...
 
+    def while_loading(self, target: Target) -> AbstractContextManager[None]: ...
+
     def apply(self, target: Target) -> Applied: ...
 
     def evidence(self, target: Target, applied: Applied) -> Evidence: ...
@@ -170,6 +173,10 @@ class PatchBase:
 
     def planned_sites(self, target: Target) -> tuple[str, ...]:
         return ()
+
+    def while_loading(self, target: Target) -> AbstractContextManager[None]:
+        """Entered before weights are read and left when they are; ``apply`` follows at the patch's stage."""
+        return nullcontext()
 
 
 def unwrap(module: nn.Module) -> nn.Module:

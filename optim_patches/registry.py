@@ -20,7 +20,7 @@ import argparse
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -43,6 +43,7 @@ AUDIT_LANGUAGES = ("en", "zh")
 
 PATCHES: dict[str, str | Callable[[], OptimPatch]] = {
     "vae_tiling": "optim_patches.vae_tiling:VaeTilingPatch",
+    "qlora": "optim_patches.qlora:QLoraPatch",
     "liger": "optim_patches.liger:LigerPatch",
     "ulysses": "optim_patches.ulysses:UlyssesPatch",
     "fp8": "optim_patches.fp8:Fp8Patch",
@@ -190,6 +191,16 @@ class PatchManager:
                 self._refuse(patch, verdict)
                 continue
             self._apply(patch, outcome, target)
+
+    @contextmanager
+    def loading(self, target: Target) -> Iterator[None]:
+        """The block in which weights are read: ``PRE_LOAD`` before it, and what patches do meanwhile around it."""
+        self.run_stage(Stage.PRE_LOAD, target)
+        with ExitStack() as stack:
+            for patch in self.requested:
+                if self._outcomes[patch.name].verdict.ok:
+                    stack.enter_context(patch.while_loading(target))
+            yield
 
     def outcomes(self) -> list[Outcome]:
         """One entry per requested patch, with evidence read at this moment."""

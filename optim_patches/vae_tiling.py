@@ -68,8 +68,8 @@ class VaeTilingPatch(PatchBase):
         if not verdict.ok or not target.models:
             return verdict
         vae = target.models.get("vae")
-        if vae is None:
-            return Verdict(False, "--vae_tiling has no VAE to act on: this run loads none.", "no --vae_tiling")
+        if vae is None:  # latents come from a cache
+            return verdict
         if not all(hasattr(vae, name) for name in _METHODS):
             reason = f"--vae_tiling knows the Wan VAEs, and this run's is {type(vae).__name__}."
             return Verdict(False, reason, "no --vae_tiling")
@@ -79,8 +79,10 @@ class VaeTilingPatch(PatchBase):
         return tuple(f"vae.{name}" for name in _METHODS) if "vae" in target.models else ()
 
     def apply(self, target: Target) -> Applied:
-        vae, log = target.models["vae"], TileLog()
+        vae, log = target.models.get("vae"), TileLog()
         self.log = log
+        if vae is None:
+            return Applied((), lambda: None, "this run loads no VAE")
         before = {name: vae.__dict__.get(name) for name in _METHODS}
         ratio = _ratio(vae)
         size, overlap = (value // ratio for value in _sizes(target))
@@ -112,7 +114,7 @@ class VaeTilingPatch(PatchBase):
             return Evidence(True, f"{', '.join(parts)} ({applied.detail}){peak}", facts)
         if sum(log.calls.values()):
             return Evidence(False, f"every frame fits into one tile: {applied.detail}", facts)
-        return Evidence(False, "the VAE was not called", facts)
+        return Evidence(False, "the VAE was not called" if applied.sites else applied.detail, facts)
 
 
 class Tiler:
@@ -148,7 +150,8 @@ class Tiler:
             out = self.method(source_BCTHW)
         else:
             log.tiles[self.name] += source_BCTHW.shape[0] * len(rows) * len(columns)
-            out = torch.cat([self._tiled(sample, rows, columns) for sample in source_BCTHW.split(1)])
+            samples = [self._tiled(sample, rows, columns) for sample in source_BCTHW.split(1)]
+            out = torch.cat(samples) if len(samples) > 1 else samples[0]
         log.peak_rise += high_water(source_BCTHW.device) - before
         return out
 

@@ -4,6 +4,9 @@ The model is built on the meta device and the tensors of the file become its par
 memory (files in the safetensors format are mapped, not read, until they are used). Every load makes a
 :class:`LoadReport` of what did not fit. ``strict`` turns a non-empty report, and config keys that the class does not
 know, into an error: silently ignored weights or settings are the most expensive kind of mistake.
+
+Inside :func:`tensors_go_to` a sink takes the weights it wants, one at a time as they are read, and keeps them in a form
+of its own (four bits, for example). The whole model is then never in memory in the file's type.
 """
 
 from __future__ import annotations
@@ -15,18 +18,22 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from videox_fun.models import keymaps
+from videox_fun.models.file_tensors import FileTensor, index_safetensors
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
+V = TypeVar("V")
 
 WEIGHTS_NAME = "diffusion_pytorch_model"
 _PATCH_WEIGHT = "patch_embedding.weight"
@@ -99,6 +106,39 @@ class LoadReport:
         )
 
 
+# ---- sinks -----------------------------------------------------------------------------------------------------------
+
+
+class TensorSink(Protocol):
+    """Takes weights of a denoiser while they are read."""
+
+    def wants(self, model: nn.Module) -> Mapping[str, torch.Size]:
+        """Parameters that the sink keeps itself, with their shapes in files. The model may be on the meta device."""
+
+    def store(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+        """Keep one of these parameters."""
+
+
+_SINK: ContextVar[TensorSink | None] = ContextVar("tensor_sink", default=None)
+
+
+@contextmanager
+def tensors_go_to(sink: TensorSink) -> Iterator[None]:
+    """Hand weights that are read inside the block to ``sink``."""
+    token = _SINK.set(sink)
+    try:
+        yield
+    finally:
+        _SINK.reset(token)
+
+
+def _file_shapes(model: nn.Module, kept: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Names and shapes that a file of this model has; what a sink keeps may look otherwise in the model's state."""
+    parts = tuple(f"{name}." for name in kept)
+    shapes = {name: value.shape for name, value in model.state_dict().items() if not name.startswith(parts)}
+    return {name: kept.get(name, shape) for name, shape in shapes.items()}
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +188,23 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     return {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
 
 
-def _without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _open_state_dict(path: Path) -> Mapping[str, Tensor | FileTensor]:
+    """As :func:`read_state_dict`, but with a sink active tensors of safetensors files stay unread."""
+    if _SINK.get() is None:
+        return read_state_dict(path)
+    files = find_weight_files(path) if path.is_dir() else [path]
+    state: dict[str, Tensor | FileTensor] = {}
+    for file in files:
+        known = file.suffix == ".safetensors" and file.is_file()
+        state.update(index_safetensors(file) if known else read_state_dict(file))
+    return state
+
+
+def _read(tensor: Tensor | FileTensor) -> Tensor:
+    return tensor.read() if isinstance(tensor, FileTensor) else tensor
+
+
+def _without_prefix(state: Mapping[str, V]) -> Mapping[str, V]:
     for prefix in _PREFIXES:
         if state and all(key.startswith(prefix) for key in state):
             return {key[len(prefix) :]: value for key, value in state.items()}
@@ -211,8 +267,8 @@ def _fit_patch_embedding(weight: Tensor, shape: torch.Size) -> Tensor | None:
 
 
 def match_state(
-    model_shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], report: LoadReport
-) -> Iterator[tuple[str, Tensor]]:
+    model_shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor | FileTensor], report: LoadReport
+) -> Iterator[tuple[str, Tensor | FileTensor]]:
     """Tensors of the file that fit the model, one at a time; what does not fit goes to the report."""
     report.unexpected = sorted(key for key in state if key not in model_shapes)
     for name, shape in model_shapes.items():
@@ -221,7 +277,7 @@ def match_state(
             report.missing.append(name)
             continue
         if tensor.shape != shape:
-            fitted = _fit_patch_embedding(tensor, shape) if name == _PATCH_WEIGHT else None
+            fitted = _fit_patch_embedding(_read(tensor), shape) if name == _PATCH_WEIGHT else None
             note = f"{name} (file {list(tensor.shape)}, model {list(shape)})"
             if fitted is None:
                 report.mismatched.append(note)
@@ -253,7 +309,7 @@ def init_missing_by_name(name: str, tensor: Tensor) -> None:
 
 def assign_weights(
     model: nn.Module,
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor | FileTensor],
     report: LoadReport,
     *,
     dtype: torch.dtype | None,
@@ -262,18 +318,26 @@ def assign_weights(
     allow_partial: bool = False,
 ) -> None:
     """Make the file's tensors the parameters of a model on the meta device; what is missing gets initial values."""
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    values = {name: tensor.to(dtype or tensor.dtype) for name, tensor in match_state(shapes, state, report)}
+    sink = _SINK.get()
+    kept = dict(sink.wants(model)) if sink is not None else {}
+    shapes = _file_shapes(model, kept)
+    fitting = dict(match_state(shapes, state, report))
     if strict:
         report.require_complete(allow_partial=allow_partial)
-    initialise = getattr(model, "init_parameter", init_missing_by_name)
-    if by_name:
-        initialise = init_missing_by_name
-    for name in [name for name in shapes if name not in values]:
-        fresh = torch.empty(shapes[name], dtype=torch.float32)
-        initialise(name, fresh)
-        values[name] = fresh.to(dtype or torch.float32)
-    model.load_state_dict(values, strict=True, assign=True)
+    initialise = init_missing_by_name if by_name else getattr(model, "init_parameter", init_missing_by_name)
+    values: dict[str, Tensor] = {}
+    for name in [*fitting, *(name for name in shapes if name not in fitting)]:
+        if name in fitting:
+            tensor = _read(fitting[name])
+        else:
+            tensor = torch.empty(shapes[name], dtype=torch.float32)
+            initialise(name, tensor)
+        tensor = tensor.to(dtype or tensor.dtype)
+        if sink is not None and name in kept:
+            sink.store(model, name, tensor)
+        else:
+            values[name] = tensor
+    model.load_state_dict(values, strict=not kept, assign=True)
 
 
 def load_transformer(
@@ -306,7 +370,7 @@ def load_transformer(
     report = LoadReport(str(location), layout, [file.name for file in files], ignored_config=ignored)
     with torch.device("meta"):
         model = cls(**kwargs)
-    state = keymaps.to_native_state(_without_prefix(read_state_dict(location)))
+    state = keymaps.to_native_state(_without_prefix(_open_state_dict(location)))
     assign_weights(
         model, state, report, dtype=torch_dtype, by_name=low_cpu_mem_usage, strict=strict, allow_partial=allow_partial
     )
@@ -324,15 +388,21 @@ def load_weights(
     ``strict`` refuses a file that does not cover the model or holds more than it (unless ``allow_partial``). A file of
     which nothing fits is always refused.
     """
-    state = keymaps.to_native_state(_without_prefix(read_state_dict(path)))
+    sink = _SINK.get()
+    kept = dict(sink.wants(model)) if sink is not None else {}
+    state = keymaps.to_native_state(_without_prefix(_open_state_dict(Path(path))))
     report = LoadReport(str(path), files=[Path(path).name])
     own = model.state_dict()
-    fitting = dict(match_state({name: value.shape for name, value in own.items()}, state, report))
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    fitting = dict(match_state(_file_shapes(model, kept), state, report))
     if not fitting:
         raise ValueError(f"{path}: none of its {len(state)} tensors belongs to the model")
     if strict:
         report.require_complete(allow_partial=allow_partial)
     for name, tensor in fitting.items():
-        own[name].copy_(tensor)
+        if sink is not None and name in kept:
+            sink.store(model, name, _read(tensor).to(dtype))
+        else:
+            own[name].copy_(_read(tensor))
     report.log()
     return report

@@ -122,7 +122,7 @@ class WanRecipe(Recipe):
         text_kwargs = section(ctx.config, "text_encoder_kwargs")
         found = {
             LATENTS: {"weights": self._vae_path(ctx), "options": section(ctx.config, "vae_kwargs"),
-                      "tiling": bool(getattr(ctx.args, "vae_tiling", False))},
+                      "tiling": ctx.args.vae_tiling and [ctx.args.vae_tile_size, ctx.args.vae_tile_overlap]},
             TEXT: {"weights": self._part(ctx, "text_encoder_kwargs", "text_encoder_subpath"), "options": text_kwargs,
                    "tokenizer": self._part(ctx, "text_encoder_kwargs", "tokenizer_subpath"),
                    "tokens": ctx.args.tokenizer_max_length},

@@ -61,8 +61,9 @@ class Trainer:
         self.ctx = ctx
         self.recipe = recipe
         self.args = ctx.args
-        self.target = Target(args=ctx.args, device=ctx.device.type, extras={"weight_dtype": ctx.weight_dtype})
         self.sharding = launch.sharding_stage(ctx.accelerator)
+        facts = {"weight_dtype": ctx.weight_dtype, "sharding": self.sharding}
+        self.target = Target(args=ctx.args, device=ctx.device.type, extras=facts)
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
@@ -78,8 +79,8 @@ class Trainer:
             for line in self.data.summary().lines():
                 logger.info("%s", line)
         self.held_out = build_held_out(ctx, self.recipe)
-        ctx.patches.run_stage(Stage.PRE_LOAD, self.target)
-        self.components: Components = self.recipe.load(ctx)
+        with ctx.patches.loading(self.target):
+            self.components: Components = self.recipe.load(ctx)
         ctx.rng.separate()
         self.target.models.update({"transformer": self.components.denoiser, **self.components.frozen()})
         self._attach()
