@@ -68,7 +68,7 @@ def test_out_of_memory_lora_takes_what_is_left() -> None:
         "gradient_checkpointing", "cache_text", "low_vram", "use_8bit_adam", "vae_mini_batch", "train_batch_size",
         "gradient_accumulation_steps",
     }  # fmt: skip
-    assert "qlora" not in changes("oom", LEAN, model=BIG, gpu="RTX 4090")  # no flag of ours takes it yet
+    assert "qlora" in changes("oom", LEAN, model=BIG, gpu="RTX 4090")
     assert "vae_tiling" in changes("oom", LEAN + " --video_sample_size=768")
     assert "deepspeed_config_file" in changes("oom", LEAN, model=BIG, gpus=8)
     assert "-fused_optimizer" in changes("oom", "--fused_optimizer")
