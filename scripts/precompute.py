@@ -27,4 +27,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from videox_fun.dist.process import end_rank
+
+    code = main()
+    end_rank(code)
+    sys.exit(code)

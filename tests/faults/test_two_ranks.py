@@ -14,9 +14,9 @@ import pytest
 def report(tmp_path_factory, repo_root):
     folder = tmp_path_factory.mktemp("two_ranks")
     command = [sys.executable, "-m", "tests.faults.two_ranks", str(folder / "out"), str(folder / "rendezvous")]
+    shared = {**os.environ, "PYTHONPATH": str(repo_root), "WORLD_SIZE": "2"}
     started = [subprocess.Popen(command, cwd=repo_root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                env={**os.environ, "PYTHONPATH": str(repo_root), "RANK": str(rank)})
-               for rank in range(2)]
+                                env={**shared, "RANK": str(rank)}) for rank in range(2)]
     try:
         outputs = [process.communicate(timeout=120) for process in started]
     finally:

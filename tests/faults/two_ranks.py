@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults.kit import Run, differences, make_args
+from videox_fun.dist.process import end_rank
 from videox_fun.training import checkpoint_io
 from videox_fun.training.checkpoint_scan import scan
 from videox_fun.training.signals import SignalSaver
@@ -81,7 +82,7 @@ def main() -> None:
     report["signal"] = gathered([saver.agreed(world=2), saver.exit_code])
     if rank == 0:
         sys.stdout.write(json.dumps(report) + "\n")
-    dist.destroy_process_group()
+    end_rank(0)
 
 
 if __name__ == "__main__":

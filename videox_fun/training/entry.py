@@ -25,7 +25,17 @@ EXIT_FAILED = 1
 
 
 def main(script_id: str, argv: Sequence[str] | None = None) -> int:
-    """Run one training script. Returns the process's exit code."""
+    """Run one training script. Returns the process's exit code; a script's own rank (no ``argv``) ends with it."""
+    code = train(script_id, argv)
+    if argv is None and os.environ.get("WORLD_SIZE"):
+        from videox_fun.dist.process import end_rank
+
+        end_rank(code)
+    return code
+
+
+def train(script_id: str, argv: Sequence[str] | None = None) -> int:
+    """:func:`main` for a process that goes on afterwards."""
     spec = get_spec(script_id)
     args = parse_args(spec, argv)
     _configure_logging()
@@ -106,7 +116,6 @@ def _configure_logging() -> None:
 
 
 def _leave_group() -> None:
-    import torch.distributed as dist
+    from videox_fun.dist.process import leave_group
 
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()
