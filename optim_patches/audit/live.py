@@ -3,7 +3,8 @@
 ``install`` puts small counters on the models before the first step. ``report``, called after a few optimizer steps,
 takes them off again, evaluates one check per audit row on the live objects, prints the rows that say something and
 writes all of them to ``audit.json`` and ``audit.md``. ``finish`` rewrites both at the end of the run with what later
-steps added, for example recompilations after warm-up.
+steps added, and with a second look: time per phase, speed, memory (``second_look.py``). What differs between processes
+is a finding of its own (``ranks.py``).
 
 A row that was asked for and had no effect is *inert* and says why; with ``--audit strict`` it stops the run.
 The checks live in ``live_memory.py`` (A to E), ``live_run.py`` (F, G) and ``live_train.py`` (H, I); their numbers come
@@ -22,9 +23,11 @@ from typing import Any
 
 import torch
 
-from optim_patches.audit import live_memory, live_report, live_run, live_train
+from optim_patches.audit import live_deep, live_memory, live_report, live_run, live_train, ranks
+from optim_patches.audit.device_use import DeviceUse
 from optim_patches.audit.live_probe import Probe
-from optim_patches.audit.live_view import CHECKS, DISABLED, INERT, REFUSED, LiveRow, RunFacts, View, row
+from optim_patches.audit.live_view import CHECKS, DISABLED, INERT, REFUSED, STATES, LiveRow, RunFacts, View, row
+from optim_patches.audit.second_look import Mark, SecondLook, look_back
 from optim_patches.audit.text import Text
 from optim_patches.base import OptimPatch, Target
 from optim_patches.registry import Outcome, PatchManager
@@ -32,7 +35,7 @@ from optim_patches.registry import Outcome, PatchManager
 logger = logging.getLogger(__name__)
 
 #: The modules whose import registered the checks.
-CHECK_MODULES = (live_memory, live_run, live_train)
+CHECK_MODULES = (live_memory, live_run, live_train, live_deep)
 
 
 class AuditFailed(ValueError):
@@ -41,13 +44,20 @@ class AuditFailed(ValueError):
 
 @dataclass
 class AuditReport:
-    """All rows of one evaluation."""
+    """All rows of one evaluation.
+
+    Attributes:
+        differences: what is not the same on all processes.
+        look: the look back, at the end of a run.
+    """
 
     rows: list[LiveRow]
     step: int
     mode: str
     final: bool = False
     files: list[Path] = field(default_factory=list)
+    differences: list[Text] = field(default_factory=list)
+    look: SecondLook | None = None
 
     def in_state(self, state: str) -> list[LiveRow]:
         return [row for row in self.rows if row.state == state]
@@ -57,6 +67,13 @@ class AuditReport:
 
     def totals(self) -> dict[str, int]:
         return dict(Counter(row.state for row in self.rows))
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers for the tracker: rows per state, differences between processes, and the look back."""
+        totals = self.totals()
+        values = {f"audit/rows_{state.replace(' ', '_')}": float(totals.get(state, 0)) for state in STATES}
+        values["audit/rank_differences"] = float(len(self.differences))
+        return values | (self.look.scalars() if self.look is not None else {})
 
 
 class LiveAudit:
@@ -80,10 +97,15 @@ class LiveAudit:
         self.lang = lang
         self.probe = Probe()
         self.last: AuditReport | None = None
+        self._warm: Mark | None = None
+        self._use = DeviceUse(None)
+        self._inert_elsewhere = False
 
     def install(self, target: Target) -> None:
         """Start counting, after models are wrapped and compiled and before the first step."""
         self.probe.install(target)
+        self._use = DeviceUse.of(target.device)
+        self._use.start()
 
     def report(self, target: Target, facts: RunFacts | Mapping[str, Any]) -> AuditReport:
         """Evaluate, print, write; raises :class:`AuditFailed` in strict mode when a row is inert."""
@@ -97,17 +119,21 @@ class LiveAudit:
             live_report.show(report, lang=self.lang)
             report.files = live_report.write(report, self.output_dir, lang=self.lang)
         self._warn(report)
-        if self.mode == "strict" and report.in_state(INERT):
+        if self.mode == "strict" and self._inert_elsewhere:  # all processes stop, or none
             listing = "; ".join(f"{row.id} {row.requested.en}: {row.evidence.en}" for row in report.in_state(INERT))
+            listing = listing or "on another rank: " + "; ".join(text.en for text in report.differences)
             raise AuditFailed(f"--audit strict: asked for, but without effect: {listing}")
         return report
 
     def finish(self, target: Target, facts: RunFacts | Mapping[str, Any]) -> AuditReport:
-        """Rewrite the files with the numbers of the whole run."""
+        """Rewrite the files with the numbers of the whole run, and look back at it."""
+        facts = RunFacts.of(facts)
         if self.last is None:
-            return self.report(target, facts)
-        report = self._evaluate(target, RunFacts.of(facts), final=True)
+            self.report(target, facts)
+        report = self._evaluate(target, facts, final=True)
+        report.look = self._look_back(target, facts)
         if is_main():
+            live_report.show_look(report, lang=self.lang)
             report.files = live_report.write(report, self.output_dir, lang=self.lang)
         return report
 
@@ -116,9 +142,25 @@ class LiveAudit:
         outcomes = {patch_id(o.patch): o for o in self.manager.outcomes()}
         rows = [self._patch_row(outcomes[i]) if i in outcomes else _ask(i, view) for i in CHECKS]
         rows += [self._patch_row(outcome) for row_id, outcome in outcomes.items() if row_id not in CHECKS]
-        report = AuditReport(sorted(rows, key=_order), step=facts.steps, mode=self.mode, final=final)
+        notes = ranks.gather(ranks.RankNote.of(rows, facts))
+        report = AuditReport(sorted(rows, key=_order), step=facts.steps, mode=self.mode, final=final,
+                             differences=ranks.differences(notes))  # fmt: skip
+        if self._warm is None:
+            self._warm = Mark.of(view)
+        self._inert_elsewhere = any(INERT in note.states.values() for note in notes)
         self.last = report
         return report
+
+    def _look_back(self, target: Target, facts: RunFacts) -> SecondLook | None:
+        """The second look; what goes wrong in it costs the look, not the run."""
+        view = View(args=self.args, explicit=self.explicit, target=target, facts=facts, probe=self.probe)
+        compiled = [o.evidence.facts.get("recompiles_after_warmup") for o in self.manager.outcomes() if o.evidence]
+        try:
+            return look_back(view, folder=self.output_dir, warm=self._warm, idle=self._use.stop(),
+                             recompiles=next((n for n in compiled if n is not None), None))  # fmt: skip
+        except Exception:
+            logger.warning("audit: the look back at the run failed", exc_info=True)
+            return None
 
     def _patch_row(self, outcome: Outcome) -> LiveRow:
         options = [flag for flag in outcome.patch.flags[1:] if flag.dest in self.explicit]
@@ -134,6 +176,9 @@ class LiveAudit:
             for found in report.in_state(state):
                 logger.warning("audit: %s %s is %s: %s", found.id, found.requested[self.lang], state,
                                found.evidence[self.lang])  # fmt: skip
+        if is_main():
+            for text in report.differences:
+                logger.warning("audit: ranks differ: %s", text[self.lang])
 
 
 def _ask(row_id: str, view: View) -> LiveRow:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim_patches.audit.flops import shapes_of
 from optim_patches.base import ENCODER_ROLES, Target, unwrap
 from optim_patches.compile import find_blocks
 
@@ -41,6 +42,9 @@ class ProbeCounts:
     vae_batches: Counter[int] = field(default_factory=Counter)
     padded_calls: int = 0
     timesteps: list[torch.Tensor] = field(default_factory=list)
+    graph_captures: int = 0
+    graph_replays: int = 0
+    first_call: tuple[tuple, dict[str, Any]] | None = None  # shapes only
 
     @property
     def denoiser_steps(self) -> int:
@@ -83,6 +87,7 @@ class Probe:
                 self.counts.blocks += 1
                 position = _position(block, "seq_lens")
                 self._watch(block, functools.partial(self._saw_block, f"{role}.{name}", target.device, position))
+        self._watch_graphs()
         self._attention_before = attention_counts()
 
     def remove(self) -> None:
@@ -99,6 +104,23 @@ class Probe:
             if delta:
                 totals[name] = delta
         return totals
+
+    def _watch_graphs(self) -> None:
+        """Count CUDA graphs that anybody captures and replays."""
+        graph = torch.cuda.CUDAGraph
+        for method, counter in (("capture_begin", "graph_captures"), ("replay", "graph_replays")):
+            own = getattr(graph, method, None)
+            if own is None:
+                continue
+
+            def call(*args: Any, _own: Callable[..., Any] = own, _counter: str = counter, **kwargs: Any) -> Any:
+                setattr(self.counts, _counter, getattr(self.counts, _counter) + 1)
+                return _own(*args, **kwargs)
+
+            inherited = method not in vars(graph)
+            setattr(graph, method, call)
+            self._undo.append(functools.partial(delattr, graph, method) if inherited
+                              else functools.partial(setattr, graph, method, own))  # fmt: skip
 
     def _watch(self, module: nn.Module, before: Callable[[tuple, dict], None]) -> None:
         watched = Watched(module, before)
@@ -140,6 +162,8 @@ class Probe:
         if not torch.is_grad_enabled():
             return  # sampling, or a network that is only asked, not trained
         self.counts.denoiser_calls += 1
+        if self.counts.first_call is None:
+            self.counts.first_call = shapes_of((args, kwargs))
         times = kwargs.get("t", kwargs.get("timestep"))
         if isinstance(times, torch.Tensor) and len(self.counts.timesteps) < KEPT_TIMESTEPS:
             self.counts.timesteps.append(times.detach())

@@ -35,6 +35,8 @@ COLUMNS = (
     Text("exercised", "已执行"),
     Text("evidence", "证据"),
 )
+LOOK = Text("Look back at the run", "训练回顾")
+DIFFERENCES = Text("Ranks differ", "各 rank 存在差异")
 TITLE = Text("Optimization audit after {step} steps", "第 {step} 步后的优化审计")
 STYLES = {ENABLED: "green", RECOMMENDED: "yellow", INERT: "bold red", REFUSED: "bold red"}
 SHOWN = (ENABLED, RECOMMENDED, INERT, REFUSED)
@@ -67,11 +69,22 @@ def show(report: AuditReport, *, lang: str) -> None:
     title = TITLE.format(step=report.step)[lang]
     rows = [row for row in report.rows if row.state in SHOWN]
     tail = [_ids(report, state, lang=lang) for state in (DISABLED, NOT_APPLICABLE)]
+    tail += [f"{DIFFERENCES[lang]}: {text[lang]}" for text in report.differences]
     if sys.stdout.isatty():
         _show_rich(title, rows, tail, lang=lang)
     else:
         sys.stdout.write("\n".join([title, *_plain(rows, lang=lang), *filter(None, tail)]) + "\n")
         sys.stdout.flush()
+
+
+def show_look(report: AuditReport, *, lang: str) -> None:
+    """Print the look back, and what differs between processes by now."""
+    if report.look is None:
+        return
+    lines = [LOOK[lang], *(f"  {text[lang]}" for text in report.look.lines())]
+    lines += [f"  {DIFFERENCES[lang]}: {text[lang]}" for text in report.differences]
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def _ids(report: AuditReport, state: str, *, lang: str) -> str:
@@ -134,6 +147,8 @@ def as_json(report: AuditReport) -> dict[str, Any]:
         "mode": report.mode,
         "final": report.final,
         "totals": report.totals(),
+        "differences": [text.as_dict() for text in report.differences],
+        "look": None if report.look is None else report.look.as_dict(),
         "rows": [row.as_dict(title_of(row.id)) for row in report.rows],
     }
 
@@ -145,4 +160,8 @@ def as_markdown(report: AuditReport, *, lang: str) -> str:
     lines += ["", "| " + " | ".join(column[lang] for column in COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
     for row in report.rows:
         lines.append("| " + " | ".join(text.replace("|", "\\|") for text in cells(row, lang=lang)) + " |")
+    if report.differences:
+        lines += ["", f"## {DIFFERENCES[lang]}", "", *(f"* {text[lang]}" for text in report.differences)]
+    if report.look is not None:
+        lines += ["", f"## {LOOK[lang]}", "", *(f"* {text[lang]}" for text in report.look.lines())]
     return "\n".join(lines) + "\n"

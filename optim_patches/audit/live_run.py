@@ -92,7 +92,16 @@ def sdpa(view: View) -> LiveRow:
 
 @check("F6")
 def sparse(view: View) -> LiveRow:
-    return row("F6", NOT_APPLICABLE, Text("TurboDiffusion models only", "仅 TurboDiffusion 模型"))
+    models = view.target.denoisers().values()
+    layers = [m for model in models for m in model.modules() if "SparseLinearAttention" in type(m).__name__]
+    calls = sum(number for name, number in view.probe.attention().items() if "SPARSE" in name)
+    if not layers:
+        return row("F6", NOT_APPLICABLE, Text("TurboDiffusion models only", "仅 TurboDiffusion 模型"))
+    topk = sorted({str(value) for layer in layers if (value := getattr(layer, "topk", None)) is not None})
+    evidence = Text(f"{len(layers)} sparse layers, {calls} sparse calls, top-k {', '.join(topk) or '-'}",
+                    f"{len(layers)} 个稀疏层，{calls} 次稀疏调用，top-k {', '.join(topk) or '-'}")  # fmt: skip
+    return row("F6", ENABLED if calls else INERT, evidence, Text("automatic", "自动"), sites=len(layers),
+               exercised=calls > 0)  # fmt: skip
 
 
 def _torch_loader(view: View) -> Any:

@@ -162,7 +162,13 @@ def two_rates(view: View) -> LiveRow:
 def reward(view: View) -> LiveRow:
     if not view.has("reward_fn"):
         return row("H10", NOT_APPLICABLE, Text("not a reward script", "不是奖励脚本"))
-    return row("H10", ENABLED, same(str(view.value("reward_fn"))), view.asked("reward_fn", "backprop_strategy"))
+    asked = view.asked("reward_fn", "backprop_strategy")
+    if view.facts.reward is None:
+        return row("H10", ENABLED, same(str(view.value("reward_fn"))), asked)
+    evidence = Text(f"mean reward {view.facts.reward:.4g}; {view.facts.reward_steps} steps with a reward",
+                    f"平均奖励 {view.facts.reward:.4g}；{view.facts.reward_steps} 步有奖励")  # fmt: skip
+    moved = view.facts.reward_steps > 0
+    return row("H10", ENABLED if moved else INERT, evidence, asked, exercised=moved)
 
 
 @check("I1")

@@ -62,6 +62,8 @@ class RunFacts:
         loader_workers: workers alive.
         cache: ``hits`` and ``misses`` of the cache of encodings, each by kind; empty without one.
         vae_streams: CUDA streams used for encoding.
+        reward, reward_steps: mean reward of the last step, and steps that had one.
+        phases: seconds per phase of the loop, by ``host`` and ``device`` clock.
     """
 
     steps: int = 0
@@ -91,6 +93,9 @@ class RunFacts:
     loader_workers: int | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     vae_streams: int = 0
+    reward: float | None = None
+    reward_steps: int = 0
+    phases: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: RunFacts | Mapping[str, Any]) -> RunFacts:
@@ -200,6 +205,14 @@ class View:
         """Parameters of the base network by dtype, counted in tensors."""
         return Counter(short(p.dtype) for _, p in self.base_parameters())
 
+    def compute_dtype(self) -> torch.dtype:
+        """What the blocks compute in: autocast where it was on, else the type of their inputs."""
+        cast = Counter({name: number for name, number in self.counts.autocast.items() if name != "off"})
+        for seen in (cast, self.counts.input_dtypes, self.dtype_counts()):
+            if seen:
+                return getattr(torch, seen.most_common(1)[0][0])
+        return torch.float32
+
     def parameter_count(self) -> int:
         return sum(p.numel() for _, p in self.base_parameters())
 
@@ -232,6 +245,10 @@ class View:
     def tokens(self) -> list[int]:
         """Denoiser tokens of one sample, per shape drawn (patches of 1 x 2 x 2)."""
         return sorted({math.prod(shape[2:]) // 4 for shape in self.facts.shapes if len(shape) == 5})
+
+    def device_memory(self) -> int | None:
+        """Bytes of the device, ``None`` on a CPU."""
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if self.cuda else None
 
     def capability(self) -> tuple[int, int]:
         return torch.cuda.get_device_capability() if self.cuda else (0, 0)

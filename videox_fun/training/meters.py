@@ -18,6 +18,7 @@ import torch
 from videox_fun.training.context import Conditioning, Player, RunContext
 
 if TYPE_CHECKING:
+    from optim_patches.audit.clock import PhaseClock
     from optim_patches.audit.live import LiveAudit
     from optim_patches.base import Target
     from videox_fun.training.clipping import ClipResult, GradientClipper
@@ -57,6 +58,8 @@ class RunMeter:
     texts: int = 0
     timesteps: deque[torch.Tensor] = field(default_factory=lambda: deque(maxlen=_KEPT_DRAWS))
     motion_share: float | None = None
+    reward: float | None = None
+    reward_steps: int = 0
     _values: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.perf_counter)
 
@@ -112,6 +115,8 @@ class RunMeter:
         self._values |= {name: float(value) for name, value in metrics.items()}
         if "motion_share" in metrics:
             self.motion_share = self._values["motion_share"] / max(self._values[loss_name], 1e-12)
+        if "reward" in metrics:
+            self.reward, self.reward_steps = self._values["reward"], self.reward_steps + 1
         if not stepped:
             self._values["skipped"] = 1.0
 
@@ -124,7 +129,10 @@ class RunMeter:
         values |= {"step_time": seconds, "data_wait": totals.wait_s, "tokens_per_s": totals.tokens / seconds}
         return values
 
-    def facts(self, ctx: RunContext, clippers: dict[str, GradientClipper], *, total_steps: int) -> dict[str, Any]:
+    def facts(
+        self, ctx: RunContext, clippers: dict[str, GradientClipper], *, total_steps: int,
+        phases: dict[str, dict[str, float]],
+    ) -> dict[str, Any]:
         """What the audit reads besides the live objects; reading the drawn noise levels waits for the device."""
         schedule = self.players[0].lr_scheduler
         plugin = getattr(ctx.accelerator.state, "deepspeed_plugin", None)
@@ -145,6 +153,7 @@ class RunMeter:
             "timesteps": [value for drawn in self.timesteps for value in drawn.flatten().tolist()],
             "motion_share": self.motion_share, "texts": self.texts, "text_dropped": self.text_dropped,
             "tiling": list(self.tiling), "loader_workers": self.args.dataloader_num_workers,
+            "reward": self.reward, "reward_steps": self.reward_steps, "phases": phases,
             "cache": {} if ctx.cache is None else {"hits": dict(ctx.cache.hits), "misses": dict(ctx.cache.misses)},
         }
 
@@ -155,6 +164,15 @@ def _fsdp(ctx: RunContext) -> dict[str, Any]:
         return {}
     return {"strategy": str(plugin.sharding_strategy), "prefetch": str(plugin.backward_prefetch),
             "version": getattr(plugin, "fsdp_version", 1)}
+
+
+def start_clock(ctx: RunContext, target: Target) -> PhaseClock:
+    """The clock of the run's phases, standing still with ``--audit off``."""
+    from optim_patches.audit.clock import PhaseClock
+
+    clock = PhaseClock.on(target.device, enabled=ctx.args.audit != "off")
+    clock.watch({role: module for role, module in target.models.items() if module is not None})
+    return clock
 
 
 def start_audit(ctx: RunContext, target: Target) -> LiveAudit | None:

@@ -225,6 +225,10 @@ class RunLogger:
         """Record something that is not a step (a save, a validation, a skipped step)."""
         self._write(event, step, values)
 
+    def track(self, values: Mapping[str, Any], step: int) -> None:
+        """Give numbers that belong to no single step (the audit's) to the trackers only."""
+        self._track(values, step)
+
     def log_validation(self, values: Mapping[str, float], step: int) -> None:
         """Log held-out numbers, for example ``validation_loss``, of the weights after ``step``."""
         if self.ctx.is_main:

@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 
+from optim_patches.audit import clock
 from optim_patches.base import Stage, Target
 from videox_fun.data.bad_rows import DataError
 from videox_fun.recipes.base import Recipe
@@ -152,6 +153,7 @@ class Trainer:
         self.validator = Validator(
             ctx, self.recipe, self.components, self.players, objective=self.objective, held_out=self.held_out
         )
+        self.clock = meters.start_clock(ctx, self.target)
         self.audit = meters.start_audit(ctx, self.target)
 
     def _resume(self) -> None:
@@ -196,16 +198,18 @@ class Trainer:
         self.validator.start(self.run_logger)
         self.meter.restart_clock()
         micro = 0
+        self.clock.switch(clock.DATA)
         for batch, is_last in self._batches():
+            self.clock.switch(clock.OTHER)
             micro += 1
             sync = micro % self.args.gradient_accumulation_steps == 0 or is_last
             self._micro_step(batch, sync=sync)
             self.meter.micro_step(self.loader.wait_s)
-            if not sync:
-                continue
-            micro = 0
-            if self._after_step():
-                break
+            if sync:
+                micro = 0
+                if self._after_step():
+                    break
+            self.clock.switch(clock.DATA)
 
     def _batches(self) -> Iterator[tuple[dict, bool]]:
         """Batches of all epochs, until the loop stops asking."""
@@ -224,7 +228,8 @@ class Trainer:
                     f"{self.args.train_batch_size} (lower it, or add rows), or no file can be read any more."
                 )
             self.ctx.epoch += 1
-            self.validator.after_epoch(self.ctx.epoch - 1)
+            with self.clock.span(clock.VALIDATION):
+                self.validator.after_epoch(self.ctx.epoch - 1)
             self.meter.restart_clock()
 
     def _micro_step(self, batch: dict, *, sync: bool) -> None:
@@ -235,7 +240,8 @@ class Trainer:
             self.ctx, batch, temporal_ratio=getattr(options, "temporal_ratio", 4), tile=self.sharding != 3
         )
         self.meter.saw_batch(batch, tiles=len(batch.get("text", ())) // max(before, 1))
-        prepared = self.objective.prepare(batch)
+        with self.clock.span(clock.PREPARE):
+            prepared = self.objective.prepare(batch)
         self.meter.saw(prepared)
         for phase in self.objective.phases(self.ctx.global_step):
             self._run_phase(phase, prepared, batch, sync=sync)
@@ -246,12 +252,15 @@ class Trainer:
         context = nullcontext() if sync or self._managed() else accelerator.no_sync(player.model)
         pending = self.meter.pending.setdefault(player.name, Accumulated())
         with context:
-            output = phase.compute(prepared)
+            with self.clock.span(clock.FORWARD):
+                output = phase.compute(prepared)
             self.meter.saw_output(output)
             pending.add(output, share=1 / self.args.gradient_accumulation_steps, samples=list(batch.get("idx", ())))
-            accelerator.backward(self.scaling.scale(output.loss))
+            with self.clock.span(clock.BACKWARD):
+                accelerator.backward(self.scaling.scale(output.loss))
         if sync:
-            self._update(player, output.loss_name)
+            with self.clock.span(clock.OPTIMIZER):
+                self._update(player, output.loss_name)
 
     def _update(self, player: Player, loss_name: str) -> None:
         """Clip, step, schedule, forget the gradients, and put the numbers on the meter."""
@@ -297,24 +306,28 @@ class Trainer:
         step = ctx.global_step
         self.run_logger.log(self.meter.values(), step)
         if self.audit is not None and step - self.first_step == self._audit_step():
-            self.audit.report(self.target, self._facts())
+            with self.clock.span(clock.AUDIT):
+                self.run_logger.track(self.audit.report(self.target, self._facts()).scalars(), step)
         stop = self.signals.agreed(world=ctx.world, device=ctx.device)
         if stop or step % args.checkpointing_steps == 0:
-            saved = self.checkpoints.save(step, force_state=stop)
+            with self.clock.span(clock.SAVING):
+                saved = self.checkpoints.save(step, force_state=stop)
             self.run_logger.note("checkpoint", step, path=str(saved))
         if not stop:
-            self.validator.after_step(step)
+            with self.clock.span(clock.VALIDATION):
+                self.validator.after_step(step)
         self.meter.restart_clock()
         return stop or step >= self.total_steps
 
     def _facts(self) -> dict[str, Any]:
-        return self.meter.facts(self.ctx, self.clippers, total_steps=self.total_steps)
+        return self.meter.facts(self.ctx, self.clippers, total_steps=self.total_steps, phases=self.clock.read())
 
     def _audit_step(self) -> int:
         return min(self.args.audit_after_steps, self.total_steps - self.first_step)
 
     def _close(self) -> int:
         ctx = self.ctx
+        self.clock.stop()
         ctx.accelerator.wait_for_everyone()
         if ctx.cache is not None:
             logger.info("%s", ctx.cache.report())
@@ -323,9 +336,13 @@ class Trainer:
             saved = self.checkpoints.final(ctx.global_step)
             if ctx.is_main:
                 logger.info("written: %s", saved)
-        paths = self.run_logger.finish()
+        written = []
         if self.audit is not None:
-            paths += self.audit.finish(self.target, self._facts()).files
+            report = self.audit.finish(self.target, self._facts())
+            written = report.files
+            self.run_logger.track(report.scalars(), ctx.global_step)
+            self.run_logger.note("summary", ctx.global_step, **report.scalars())
+        paths = self.run_logger.finish() + written
         for path in paths:
             logger.info("written: %s", path)
         try:
