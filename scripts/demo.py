@@ -3,6 +3,8 @@
 A Wan2.1-Fun-InP checkpoint with tiny random weights is written in the layout of the published ones, real clips are cut
 into a data set, and the LoRA script is run on both through ``accelerate launch`` with the flags a user would give.
 What the machine cannot do (Liger without CUDA, say) becomes a row of the audit table, because of ``--audit log``.
+Then one clip is sampled with and without the LoRA, from the same noise and first frame. The VAE's weights are random
+too, so the pictures show that the LoRA acts, not what a trained model would draw.
 Exits with 1 when the loss does not fall or a result is missing.
 """
 
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SCRIPT = "scripts/wan2.1_fun/train_lora.py"
+SAMPLER = "scripts/generate.py"
 
 
 def build_inputs(folder: Path) -> tuple[Path, Path, Path]:
@@ -58,11 +61,40 @@ def training_command(checkpoint: Path, config: Path, metadata: Path, output: Pat
     ]
 
 
+def first_frame(metadata: Path, path: Path) -> str:
+    """Write the first frame of the first clip to ``path`` and return the clip's caption."""
+    from PIL import Image
+
+    from videox_fun.data.decode import VideoReader
+
+    row = json.loads(metadata.read_text(encoding="utf-8"))[0]
+    with VideoReader(metadata.parent / row["file_path"]) as reader:
+        Image.fromarray(reader.read([0])[0]).save(path)
+    return row["text"]
+
+
+def sampling_command(checkpoint: Path, config: Path, output: Path, *, caption: str, image: Path,
+                     steps: int) -> list[str]:
+    """The command that draws a clip with and without the LoRA."""
+    return [
+        "python", SAMPLER,
+        "--model", str(checkpoint),
+        "--config_path", str(config),
+        "--lora_path", str(output / f"checkpoint-{steps}.safetensors"),
+        "--prompt", caption,
+        "--start_image", str(image),
+        "--height", "64", "--width", "64", "--num_frames", "9",
+        "--num_inference_steps", "10", "--guidance_scale", "3", "--seed", "42",
+        "--compare",
+        "--output", str(output / "samples"),
+    ]
+
+
 def shown(command: list[str]) -> str:
     """The command over several lines, as it can be pasted into a shell."""
     lines, words = [], []
     for word in command:
-        if (word.startswith("--") or word == SCRIPT) and words:
+        if (word.startswith("--") or word in (SCRIPT, SAMPLER)) and words:
             lines.append(" ".join(words))
             words = []
         words.append(shlex.quote(word))
@@ -85,6 +117,7 @@ def report(output: Path, *, seconds: float) -> int:
         "audit data": output / "audit.json",
         "loss curve": output / "training_curves.png",
         "LoRA file": output / f"checkpoint-{len(values)}.safetensors",
+        "comparison": output / "samples" / "comparison.png",
     }
     print(f"\nDemo finished: {len(values)} steps in {seconds:.0f} s; mean loss of the first {tenth} steps "
           f"{first:.3f}, of the last {tenth} steps {last:.3f}.")
@@ -96,6 +129,14 @@ def report(output: Path, *, seconds: float) -> int:
     if not last < first:
         print("The loss did not fall.", file=sys.stderr)
     return int(bool(missing) or not last < first)
+
+
+def finished(command: list[str], environment: dict[str, str]) -> bool:
+    """Run a command at the repository's root and say so when it fails."""
+    code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    if code:
+        print(f"{command[1]} ended with exit code {code}.", file=sys.stderr)
+    return code == 0
 
 
 def main() -> int:
@@ -117,12 +158,16 @@ def main() -> int:
     if not cuda:
         # The tensors are too small to share: a second thread would mostly wait for the first.
         environment.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    launcher = Path(sys.executable).parent / "accelerate"
     start = time.perf_counter()
-    code = subprocess.run([str(launcher), *command[1:]], cwd=ROOT, env=environment, check=False).returncode
-    if code:
-        print(f"The training command ended with exit code {code}.", file=sys.stderr)
-        return code
+    if not finished([str(Path(sys.executable).parent / "accelerate"), *command[1:]], environment):
+        return 1
+    image = args.folder / "first_frame.png"
+    caption = first_frame(metadata, image)
+    sampling = sampling_command(relative[0], relative[1], relative[3], caption=caption,
+                                image=Path(os.path.relpath(image, ROOT)), steps=args.steps)
+    print(f"\n{shown(sampling)}\n", flush=True)
+    if not finished([sys.executable, *sampling[1:]], environment):
+        return 1
     return report(output, seconds=time.perf_counter() - start)
 
 

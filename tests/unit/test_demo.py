@@ -15,20 +15,26 @@ from videox_fun.training.specs import get_spec
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_script", ROOT / "scripts/demo.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"scripts/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    return script("demo")
+
+
 def results(folder: Path, losses: list[float]) -> Path:
     rows = [{"event": "start", "step": 0}]
     rows += [{"event": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("audit.md", "audit.json", "training_curves.png", f"checkpoint-{len(losses)}.safetensors"):
+    (folder / "samples").mkdir(exist_ok=True)
+    for name in ("audit.md", "audit.json", "training_curves.png", f"checkpoint-{len(losses)}.safetensors",
+                 "samples/comparison.png"):
         (folder / name).write_text("x")
     return folder
 
@@ -48,6 +54,13 @@ def test_inputs_have_the_published_layout_and_the_command_accepts_them(demo: Mod
     args = parse_args(get_spec("wan2.1_fun/train_lora"), words)
     assert args.compile and args.liger and args.audit == "log" and args.train_mode == "inpaint"
     assert args.max_train_steps == args.checkpointing_steps == 80
+    caption = demo.first_frame(metadata, tmp_path / "first.png")
+    assert caption == rows[0]["text"] and (tmp_path / "first.png").is_file()
+    image = tmp_path / "first.png"
+    sampling = demo.sampling_command(checkpoint, config, tmp_path, caption=caption, image=image, steps=8)
+    generate = script("generate")
+    (tmp_path / "checkpoint-8.safetensors").write_bytes(b"")
+    generate.check(generate.build_parser().parse_args(sampling[2:]))
 
 
 def test_the_command_is_shown_as_it_can_be_typed(demo: ModuleType) -> None:
