@@ -43,8 +43,10 @@ setup(
     install_requires=BASE,
     entry_points={
         "console_scripts": [
+            "videox-advise = optim_patches.audit.advise:main",
             "videox-audit = optim_patches.audit.cli:main",
             "videox-cache = videox_fun.data.cache_cli:main",
+            "videox-doctor = optim_patches.doctor.cli:main",
             "videox-lora = videox_fun.utils.lora_cli:main",
         ]
     },

@@ -17,9 +17,8 @@ from optim_patches.audit.live_view import (
     check,
     counted,
     row,
-    size,
 )
-from optim_patches.audit.text import Text
+from optim_patches.audit.text import Text, size
 
 FEW_TOKENS = 4096
 LONG_RUN = 200

@@ -19,9 +19,8 @@ from optim_patches.audit.live_view import (
     check,
     counted,
     row,
-    size,
 )
-from optim_patches.audit.text import Text, same
+from optim_patches.audit.text import Text, same, size
 
 LARGE_MODEL = 5_000_000_000
 LONG_CLIP = 13  # latent frames of a clip of 49

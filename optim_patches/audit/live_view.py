@@ -263,12 +263,3 @@ def row(row_id: str, state: str, evidence: Text, requested: Text = NOBODY, **res
 def counted(counts: Mapping[Any, int]) -> str:
     """``{"bfloat16": 8, "float32": 2}`` as ``8 bfloat16, 2 float32``."""
     return ", ".join(f"{number} {name}" for name, number in sorted(counts.items(), key=lambda item: str(item[0])))
-
-
-def size(number: float) -> str:
-    """Bytes as text."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return ""

@@ -18,8 +18,8 @@ import torch
 
 from optim_patches.audit import flops
 from optim_patches.audit.clock import BETWEEN_STEPS, DATA, PHASES
-from optim_patches.audit.live_view import View, size
-from optim_patches.audit.text import Text, join, same
+from optim_patches.audit.live_view import View
+from optim_patches.audit.text import Text, join, same, size
 
 PLAN_NAME = "plan.json"
 _PLAN_KEYS = ("peak_bytes", "predicted_peak_bytes", "device_peak_bytes", "peak")

@@ -44,3 +44,12 @@ def join(texts: Iterable[Text], *, separator: str = ", ") -> Text:
     items = list(texts)
     zh_separator = "、" if separator == ", " else separator
     return Text(separator.join(t.en for t in items), zh_separator.join(t.zh for t in items))
+
+
+def size(number: float) -> str:
+    """Bytes as text."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return ""
