@@ -86,7 +86,8 @@ def lora_args(**changes: Any) -> argparse.Namespace:
         "rank": 4, "network_alpha": 2, "target_name": TARGETS, "lora_skip_name": None, "use_peft_lora": False,
         "train_text_encoder": False, "learning_rate": 1e-4, "upstream_compat": False,
         "training_with_video_token_length": False, "allow_partial_load": False, "master_weights_fp32": False,
-        "rank_drop_out": None, "module_drop_out": None, "neuron_drop_out": None,
+        "rank_drop_out": None, "module_drop_out": None, "neuron_drop_out": None, "lora_plus_ratio": None,
+        "use_dora": False,
     }
     return argparse.Namespace(**{**values, **changes})
 

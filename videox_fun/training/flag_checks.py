@@ -36,6 +36,8 @@ def check_values(args: argparse.Namespace, spec: ScriptSpec) -> None:
     _check_optimizer(args)
     if spec.trainable == "named":
         _check_trainable_modules(args)
+    else:
+        _check_lora(args)
     _check_validation(args)
     if args.report_to == "wandb" and getattr(args, "hub_token", None):
         raise ValueError("--report_to wandb would record --hub_token; leave --hub_token out.")
@@ -86,6 +88,13 @@ def _check_trainable_modules(args: argparse.Namespace) -> None:
                          "'--trainable_modules attn' those whose name contains attn.")
 
 
+def _check_lora(args: argparse.Namespace) -> None:
+    if args.use_dora and not args.use_peft_lora:
+        raise ValueError("--use_dora is PEFT's; add --use_peft_lora.")
+    if args.lora_plus_ratio is not None and args.lora_plus_ratio <= 0:
+        raise ValueError(f"--lora_plus_ratio {args.lora_plus_ratio}: the value must be above 0; 16 is usual.")
+
+
 def _check_validation(args: argparse.Namespace) -> None:
     prompts, paths = getattr(args, "validation_prompts", None), getattr(args, "validation_paths", None)
     if paths and not prompts:
@@ -101,7 +110,7 @@ def check_paths(args: argparse.Namespace) -> None:
     if args.pretrained_model_name_or_path is not None and getattr(args, "config_path", "") is None:
         raise ValueError("--config_path is needed: the yaml file for the model's family below config/.")
     _need(args, "config_path")
-    for name in ("transformer_path", "vae_path"):
+    for name in ("transformer_path", "vae_path", "init_lora_path"):
         if getattr(args, name, None) and not Path(getattr(args, name)).exists():
             raise ValueError(f"--{name}: {describe_missing(getattr(args, name))}")
     if getattr(args, "train_data_meta", "") is None:

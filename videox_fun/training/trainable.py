@@ -233,7 +233,7 @@ class _Lora(_Base):
     def _groups(self, named: Iterable[tuple[str, nn.Parameter]], up_marks: tuple[str, ...]) -> list[ParamGroup]:
         """One group, or with ``--lora_plus_ratio`` a second one for the up matrices at a multiple of the rate."""
         rate = self.args.learning_rate
-        ratio = getattr(self.args, "lora_plus_ratio", None)
+        ratio = self.args.lora_plus_ratio
         groups = [ParamGroup([], rate, []), ParamGroup([], rate * (ratio or 1.0), [])]
         for name, parameter in named:
             group = groups[1 if ratio and any(mark in name for mark in up_marks) else 0]
@@ -348,7 +348,7 @@ class PeftLora(_Lora):
         chosen = self._choose(ctx, model, targets, True)
         model.requires_grad_(False)
         inject_adapter_in_model(LoraConfig(r=args.rank, lora_alpha=args.network_alpha, target_modules=chosen,
-                                           use_dora=bool(getattr(args, "use_dora", False))), model)
+                                           use_dora=args.use_dora), model)
         dtype = trainable_dtype(args, ctx.weight_dtype)
         named = [(name, p) for name, p in model.named_parameters() if ".lora_" in name]
         for _, parameter in named:
@@ -372,7 +372,7 @@ class PeftLora(_Lora):
         names = ("{stem}.safetensors", "{stem}-compatible_with_comfyui.safetensors") if layout == "bare" else (
             LORA_STATE_NAME, COMFY_STATE_NAME)
         files = [ExportFile(names[0], tensors, {"format": "pt", **strength})]
-        if getattr(self.args, "use_dora", False):
+        if self.args.use_dora:
             logger.warning("No ComfyUI file is written for DoRA; the PEFT file is complete.")
             return files
         return [*files, ExportFile(names[1], self._comfy(tensors, compat, dtype), {"format": "pt"})]
@@ -387,7 +387,7 @@ class PeftLora(_Lora):
     def load(self, player: Player, source: Path) -> LoadReport:
         file, model = _lora_file(Path(source)), player.unwrapped()
         tensors, metadata = read_tensors(file)
-        if getattr(self.args, "use_dora", False):
+        if self.args.use_dora:
             return self._load_dora(model, tensors, file)
         layers = _peft_layers(model)
         weights = decode(tensors, index=module_index(model), metadata=metadata, allow_partial=self._partial(),

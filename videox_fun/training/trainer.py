@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -99,6 +100,9 @@ class Trainer:
         self.players: list[Player] = self.objective.players()
         for player in self.players:
             player.groups = player.trainable.attach(ctx, player)
+            if getattr(self.args, "init_lora_path", None):
+                report = player.trainable.load(player, Path(self.args.init_lora_path))
+                logger.info("%s starts from %s: %s", player.name, self.args.init_lora_path, report)
             player.model.train()
         patches.run_stage(Stage.POST_ADAPTER, self.target)
         for player in self.players:
