@@ -87,7 +87,7 @@ def lora_args(**changes: Any) -> argparse.Namespace:
         "train_text_encoder": False, "learning_rate": 1e-4, "upstream_compat": False,
         "training_with_video_token_length": False, "allow_partial_load": False, "master_weights_fp32": False,
         "rank_drop_out": None, "module_drop_out": None, "neuron_drop_out": None, "lora_plus_ratio": None,
-        "use_dora": False,
+        "use_dora": False, "lora_exact_match": False,
     }
     return argparse.Namespace(**{**values, **changes})
 

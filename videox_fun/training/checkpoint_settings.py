@@ -19,7 +19,8 @@ from videox_fun.training.checkpoint_scan import Kind, latest_state, scan
 logger = logging.getLogger(__name__)
 
 _ADAPTER = ("rank", "network_alpha", "target_name", "lora_skip_name", "use_peft_lora", "train_text_encoder",
-            "rank_drop_out", "module_drop_out", "neuron_drop_out", "lora_plus_ratio", "use_dora")
+            "rank_drop_out", "module_drop_out", "neuron_drop_out", "lora_plus_ratio", "use_dora",
+            "lora_exact_match")
 _TRAINED = ("trainable_modules", "trainable_modules_low_learning_rate", "master_weights_fp32", "use_ema")
 OPTIMIZER_SETTINGS = ("learning_rate", "learning_rate_low", "learning_rate_critic", "scale_lr", "lr_scheduler",
                       "lr_warmup_steps", "adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon")

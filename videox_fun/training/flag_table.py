@@ -241,7 +241,8 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--rank_drop_out", "Probability of dropping a rank of the update.", float),
         _value("--module_drop_out", "Probability of skipping an adapted layer's update.", float),
         _value("--neuron_drop_out", "Dropout on the low-rank activations.", float),
-        _value("--lora_plus_ratio", "LoRA+: up matrices learn at this multiple of --learning_rate (16 is usual).", float),
+        _switch("--lora_exact_match", "--target_name names whole layers (k is not part of blocks), as PEFT reads it."),
+        _value("--lora_plus_ratio", "LoRA+: up matrices learn at this multiple of --learning_rate, often 16.", float),
         _switch("--use_dora", "DoRA: a learned magnitude per row beside the two matrices (with --use_peft_lora)."),
         _value("--init_lora_path", "Start from this LoRA file, of any known format, at step 0."),
         _value("--abnormal_norm_clip_start", "Step from which gradient norms far above the limit are cut further; "

@@ -274,7 +274,7 @@ class NativeLora(_Lora):
         args, model = self.args, player.unwrapped()
         _refuse_second(model, player.name)
         keep_text = self._keep_text(ctx)
-        exact = bool(getattr(args, "lora_exact_match", False))
+        exact = args.lora_exact_match
         targets = split_names(args.target_name)
         chosen = self._choose(ctx, model, targets, exact)
         model.requires_grad_(False)
