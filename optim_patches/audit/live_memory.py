@@ -298,6 +298,7 @@ def fsdp_prefetch(view: View) -> LiveRow:
     value = view.facts.fsdp.get("prefetch") if view.facts.fsdp else None
     if not view.facts.fsdp:
         return row("D5", NOT_APPLICABLE, Text("no FSDP", "未使用 FSDP"))
+    value = None if value in ("None", "NO_PREFETCH") else value
     return row("D5", ENABLED if value else RECOMMENDED, Text(f"backward prefetch {value}", f"反向预取 {value}"),
                same("launcher"), exercised=bool(value))  # fmt: skip
 
@@ -352,7 +353,7 @@ def lora_targets(view: View) -> LiveRow:
     idle = [target for target, number in matched.items() if not number and target != "all-linear"]
     evidence = Text(f"layers per target {counted(matched)}", f"各目标匹配层数 {counted(matched)}")
     return row("E3", INERT if idle else ENABLED, evidence, view.asked("target_name"), sites=len(names),
-               exercised=bool(names), matched=matched)  # fmt: skip
+               exercised=bool(names) and not idle, matched=matched)  # fmt: skip
 
 
 def _matches(name: str, target: str) -> bool:

@@ -202,8 +202,9 @@ def cached_text(view: View) -> LiveRow:
 @check("I8")
 def zeropp(view: View) -> LiveRow:
     section = view.facts.deepspeed.get("zero_optimization", {}) if view.facts.deepspeed else {}
-    keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")
-    on = {key: section[key] for key in keys if section.get(key) not in (None, False, 0, 1)}
+    on = {key: True for key in ("zero_quantized_weights", "zero_quantized_gradients") if section.get(key) is True}
+    if isinstance(parts := section.get("zero_hpz_partition_size"), int) and parts > 1:
+        on["zero_hpz_partition_size"] = parts
     if not section:
         return row("I8", NOT_APPLICABLE, Text("no DeepSpeed", "未使用 DeepSpeed"))
     return row("I8", ENABLED if on else DISABLED, same(str(on or "-")), same("launcher"), exercised=bool(on))
