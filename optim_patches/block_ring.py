@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from optim_patches.transfers import Transfers
 
@@ -216,7 +217,8 @@ class StreamedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backward, grad = in_backward(), torch.is_grad_enabled()
-        self.ring.enter(self.number, backward=backward, again=not grad)
+        with _disable_current_modes():  # selective checkpointing counts operators, and copies are not the block's
+            self.ring.enter(self.number, backward=backward, again=not grad)
         out = self.call(*args, **kwargs)
         if grad and not backward:
             for tensor in out if isinstance(out, tuple | list) else (out,):

@@ -49,6 +49,7 @@ PATCHES: dict[str, str | Callable[[], OptimPatch]] = {
     "fp8": "optim_patches.fp8:Fp8Patch",
     "fp8_base": "optim_patches.fp8:Fp8BasePatch",
     "compile": "optim_patches.compile:CompilePatch",
+    "checkpointing": "optim_patches.checkpointing:CheckpointingPatch",
     "block_swap": "optim_patches.block_swap:BlockSwapPatch",
 }
 

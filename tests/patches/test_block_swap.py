@@ -139,6 +139,14 @@ def test_compiled_blocks_stream():
     assert manager.outcome("compile").evidence.facts["graph_breaks"] == 0
 
 
+def test_kept_attention_and_streamed_blocks():
+    plain, swapped = twins(with_adapters())
+    manager = swap(swapped, checkpointing_keep="attention")
+    assert train(swapped, steps=2) == train(plain, steps=2)
+    assert same_tensors(trained(swapped), trained(plain)) == []
+    assert {outcome.state for outcome in manager.outcomes()} == {"exercised"}
+
+
 def test_ddp_leaves_absent_weights_alone(tmp_path):
     import torch.distributed as dist
 
