@@ -50,6 +50,7 @@ PATCHES: dict[str, str | Callable[[], OptimPatch]] = {
     "fp8_base": "optim_patches.fp8:Fp8BasePatch",
     "compile": "optim_patches.compile:CompilePatch",
     "checkpointing": "optim_patches.checkpointing:CheckpointingPatch",
+    "activation_offload": "optim_patches.activation_offload:ActivationOffloadPatch",
     "block_swap": "optim_patches.block_swap:BlockSwapPatch",
 }
 

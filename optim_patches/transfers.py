@@ -34,8 +34,11 @@ class Transfers(Protocol):
     def finish(self, ticket: Any) -> None:
         """Let the work queued from now on wait for a copy."""
 
+    def drain(self) -> None:
+        """Let the host wait until all copies are done."""
+
     def release(self, host: Tensor) -> None:
-        """Give up a host buffer, after its last copy."""
+        """Give up a host buffer, after its last copy in this object."""
 
 
 class CudaTransfers:
@@ -68,8 +71,11 @@ class CudaTransfers:
     def finish(self, ticket: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket)
 
-    def release(self, host: Tensor) -> None:
+    def drain(self) -> None:
         self.stream.synchronize()
+
+    def release(self, host: Tensor) -> None:
+        self.drain()
         if host.data_ptr() in self._registered:
             self._registered.remove(host.data_ptr())
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

@@ -215,7 +215,7 @@ OWN: tuple[tuple[str, str], ...] = (
 )
 
 #: Optimizations of the checklist that have no flag here yet: rows speak of them, no command is given them.
-PLANNED = frozenset({"cuda_graph", "activation_offload", "train_teacache"})
+PLANNED = frozenset({"cuda_graph", "train_teacache"})
 
 #: Accepted by every script and read by none.
 DEAD = frozenset(
