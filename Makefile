@@ -52,6 +52,7 @@ bench: $(VENV)/.dev
 	@mkdir -p benchmark_output
 	$(BIN)/python benchmarks/step_time.py --json benchmark_output/step_time.json $(BENCH_ARGS)
 	$(BIN)/python benchmarks/step_overhead.py --json benchmark_output/step_overhead.json
+	$(BIN)/python benchmarks/audit_cost.py --json benchmark_output/audit_cost.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo_output benchmark_output .pytest_cache .ruff_cache .hypothesis

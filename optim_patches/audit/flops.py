@@ -40,7 +40,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 )  # fmt: skip
 #: TF32 runs at half of the 16-bit rate, where a card has it.
 _TF32_SHARE = 0.5
-_PROBE_SIZE = 768
+_PROBE_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def step_flops(
 def device_peak(device: str, dtype: torch.dtype) -> tuple[float, str] | None:
     """Operations per second that this device can reach, and where the number is from; ``None`` when unknown."""
     if device != "cuda":
-        return measured_peak(dtype), f"measured: {_PROBE_SIZE} x {_PROBE_SIZE} matrix product in {_short(dtype)}"
+        return measured_peak(dtype), f"measured: {_PROBE_SIZE} x {_PROBE_SIZE} matrix product"
     name = torch.cuda.get_device_name()
     peak = listed_peak(name)
     if peak is None:
@@ -156,15 +156,12 @@ def listed_peak(name: str) -> float | None:
 
 
 def measured_peak(dtype: torch.dtype, *, size: int = _PROBE_SIZE, repeats: int = 3) -> float:
-    """The rate of the best of a few matrix products on this CPU."""
-    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    """The rate of the best matrix product on this CPU, in ``dtype`` or in float32: many CPUs are slower in bfloat16."""
     best = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.mm(left, right)
-        best = min(best, time.perf_counter() - start)
+    for kind in {dtype, torch.float32}:
+        left, right = torch.ones(size, size, dtype=kind), torch.ones(size, size, dtype=kind)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            nn.functional.linear(left, right)
+            best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / max(best, 1e-9)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
