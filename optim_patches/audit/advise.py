@@ -1,7 +1,8 @@
 """``videox-advise``: the decision tree as questions, ending in a diff of the launch command; and scenario templates.
 
     videox-advise run.sh --oom --gpu "RTX 4090"
-    videox-advise run.sh --slow --run output_dir        (a finished run's folder answers most questions itself)
+    videox-advise output_dir          (a finished run's folder knows its command, and answers most questions itself)
+    videox-advise run.sh --slow --run output_dir
     videox-advise run.sh --quality
     videox-advise --template 1 --model models/... --data_dir clips/ --meta clips/metadata.json --write train.sh
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,7 @@ QUESTIONS = {
     "slow": T("Training slow?", "训练速度慢？"),
     "quality": T("Results bad?", "训练效果差？"),
 }
+LAUNCH = T("Launch script, command, or folder of a finished run?", "启动脚本、命令或已完成训练的目录？")
 NOTHING = T("Every step of this branch is taken already.", "该分支的所有步骤都已采用。")
 _MAX_EVENTS = 256 << 20
 
@@ -64,10 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.template is not None:
         return _template(args)
+    if not (args.paths or args.command or args.run) and (text := _ask_launch(args.lang)):
+        (args.paths if os.path.exists(text) else args.command).append(text)
     runs = [path for path in args.paths if _is_run(Path(path))]
-    project = load_project([path for path in args.paths if path not in runs], commands=args.command)
     folder = args.run or next(iter(runs), None)
     measured = read_run(Path(folder)) if folder else None
+    paths = [path for path in args.paths if path not in runs]
+    commands = list(args.command)
+    if not paths and not commands and measured is not None and measured.command:
+        commands = [measured.command]
+    project = load_project(paths, commands=commands)
     if not project.launches:
         for name, text in project.problems:
             sys.stderr.write(f"videox-advise: {name}: {text[args.lang]}\n")
@@ -115,6 +124,8 @@ def _answer(
         data = _as_data(steps, edits, diff, applied.notes, measured)
         sys.stdout.write(json.dumps(data, ensure_ascii=False, indent=1) + "\n")
     else:
+        seen = measured.lines() if measured is not None else []
+        sys.stdout.write("".join(f"{line[lang]}\n" for line in seen))
         sys.stdout.write(_as_text(steps, actions, diff, applied.notes, lang))
     if args.write is not None:
         target = Path(args.write) if args.write else improved_path(launch.path)
@@ -177,6 +188,8 @@ def read_run(folder: Path) -> Measured:
 def _read_events(path: Path, measured: Measured) -> None:
     waits, times, norms = [], [], []
     for row in _json_lines(path):
+        if row.get("event") == "start" and isinstance(row.get("command"), str):
+            measured.command = row["command"]
         if row.get("event") != "step":
             continue
         measured.steps += 1
@@ -222,6 +235,7 @@ def _read_audit(path: Path, measured: Measured) -> None:
     except (OSError, ValueError, RecursionError):
         return
     rows = data.get("rows") if isinstance(data, dict) else None
+    _read_look(data.get("look") if isinstance(data, dict) else None, measured)
     for row in rows if isinstance(rows, list) else []:
         if not isinstance(row, dict):
             continue
@@ -235,7 +249,30 @@ def _read_audit(path: Path, measured: Measured) -> None:
             measured.vae_share = float(share)
 
 
+def _read_look(look: Any, measured: Measured) -> None:
+    """The look back at the end of the run."""
+    if not isinstance(look, dict):
+        return
+    shares = look.get("shares")
+    for phase, field in (("data", "data_wait"), ("vae", "vae_share"), ("text", "text_share")):
+        share = shares.get(phase, 0.0) if isinstance(shares, dict) else None
+        if isinstance(share, (int, float)) and shares:
+            setattr(measured, field, float(share))
+    for key in ("mfu", "idle", "recompiles"):
+        if isinstance(look.get(key), (int, float)):
+            setattr(measured, key, look[key])
+
+
 # -- dialogue and templates -----------------------------------------------------------------------------------------
+def _ask_launch(lang: str) -> str:
+    """Ask for the launch script on a terminal."""
+    if not sys.stdin.isatty():
+        return ""
+    sys.stdout.write(f"{LAUNCH[lang]} ")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip()
+
+
 def _ask(lang: str, measured: Measured | None) -> list[str]:
     """Ask the three questions on a terminal; a run with an obvious fault answers by itself."""
     if measured is not None:

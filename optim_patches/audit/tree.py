@@ -17,7 +17,7 @@ from optim_patches.audit.rows.a import precision_edits
 from optim_patches.audit.rows.d import OFFLOAD, ZERO2, deepspeed_edits, fsdp_edits, needs_offload
 from optim_patches.audit.rows.f import FA2
 from optim_patches.audit.rows.i import base_fits
-from optim_patches.audit.text import Text, same
+from optim_patches.audit.text import Text, join, same
 
 T = Text
 
@@ -37,23 +37,46 @@ class Measured:
 
     Attributes:
         data_wait: share of time spent waiting for the loader.
-        vae_share: share of time in the VAE.
+        vae_share, text_share: share of time in the VAE and in the text encoder.
         spikes: steps whose gradient norm was more than ten times the median.
         bad_losses: steps with a loss that is no number.
         steps: steps that were logged.
         peak_gib: largest memory.
+        mfu, idle, recompiles: of the look back at the run.
+        command: the run's own command line.
         inert: ids of rows that were asked for and had no effect.
     """
 
     data_wait: float | None = None
     vae_share: float | None = None
+    text_share: float | None = None
+    mfu: float | None = None
+    idle: float | None = None
+    recompiles: int | None = None
+    command: str = ""
     spikes: int | None = None
     bad_losses: int = 0
     steps: int = 0
     peak_gib: float | None = None
     inert: list[str] = field(default_factory=list)
 
+    def lines(self) -> list[Text]:
+        """What the run says, in a line or two."""
+        parts = [T(f"{self.steps} steps", f"{self.steps} 步")]
+        if self.peak_gib is not None:
+            parts.append(T(f"peak memory {self.peak_gib:.1f} GiB", f"峰值内存 {self.peak_gib:.1f} GiB"))
+        shares = ((self.data_wait, T("waiting for data", "等待数据")), (self.vae_share, T("VAE", "VAE")),
+                  (self.text_share, T("text encoder", "文本编码器")), (self.idle, T("device idle", "设备空闲")),
+                  (self.mfu, T("MFU", "MFU")))  # fmt: skip
+        parts += [name + same(f" {100 * share:.0f} %") for share, name in shares if share is not None]
+        found = [T("The run: ", "本次训练：") + join(parts)]
+        if self.inert:
+            found.append(T("asked for without effect (see its audit.md): ", "已要求但未生效（见其 audit.md）：")
+                         + same(", ".join(self.inert)))
+        return found
 
+
+MANY_RECOMPILES = 2
 YES, NO = T("yes", "是"), T("no", "否")
 _STILL = T("still out of memory?", "仍然 OOM？")
 
@@ -156,6 +179,9 @@ def slow(f: Facts, measured: Measured | None = None) -> Iterator[Step]:
                () if precise else precision_edits(f, wanted))  # fmt: skip
     yield from _utilization(f, measured)
     yield from _spread(f)
+    if (measured.recompiles or 0) > MANY_RECOMPILES and f.options.text("compile_dynamic") != "true":
+        yield Step(T("recompilations after warm-up?", "预热后仍在重新编译？"), same(measured.recompiles),
+                   (put("compile_dynamic", "true"),))  # fmt: skip
     rest = [name for name in ("compile", "liger") if not f.options.on(name) and not f.cpu and f.accepts(name)]
     plain = not any(f.options.on(name) for name in ("use_8bit_adam", "use_came", "fused_optimizer")) and not f.zero
     if plain and not f.cpu and f.accepts("fused_optimizer"):

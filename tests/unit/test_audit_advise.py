@@ -193,6 +193,41 @@ def test_questions_on_a_terminal(tmp_path: Path, capsys, monkeypatch) -> None:
     assert main([str(path), "--gpu", "A100"]) == 0
     out = capsys.readouterr().out
     assert out.count("[y/N]") == 3 and "+  --motion_sub_loss" in out
+    folder = run_folder(tmp_path)
+    start = {"event": "start", "step": 0, "command": command()}
+    write(folder / "events.jsonl", json.dumps(start) + "\n")
+    for answer in (str(path), command(), str(folder)):  # nothing on the command line: the launch is asked for first
+        monkeypatch.setattr(sys, "stdin", Terminal(f"{answer}\nn\nn\ny\n"))
+        assert main(["--gpu", "A100"]) == 0, answer
+        out = capsys.readouterr().out
+        assert out.startswith("Launch script, command, or folder") and "+  --motion_sub_loss" in out
+    monkeypatch.setattr(sys, "stdin", Terminal("\n"))
+    assert main([]) == 2
+
+
+def test_a_runs_folder_is_enough(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = run_folder(tmp_path)
+    assert main([str(folder), "--slow", "--gpu", "A100"]) == 2  # an old run, without its command
+    text = (folder / "events.jsonl").read_text(encoding="utf-8")
+    start = {"event": "start", "step": 0, "command": command("--rank=64 --dataloader_num_workers=2")}
+    write(folder / "events.jsonl", json.dumps(start) + "\n" + text)
+    look = {"shares": {"data": 0.3, "vae": 0.4, "forward": 0.3}, "mfu": 0.12, "idle": 0.3, "recompiles": 9}
+    write(folder / "audit.json", json.dumps({"rows": [{"id": "C1", "state": "inert"}], "look": look}))
+    assert main([str(folder), "--gpu", "A100"]) == 0  # waiting for data: the slow branch
+    out = capsys.readouterr().out
+    assert out.startswith("The run: 30 steps, peak memory 13.0 GiB, waiting for data 30 %, VAE 40 %, text encoder 0 %, "
+                          "device idle 30 %, MFU 12 %\nasked for without effect (see its audit.md): C1\n")
+    assert "clips encoded anew in every step? 40 %" in out and "recompilations after warm-up? 9" in out
+    assert "--compile_dynamic" in out and "+  --dataloader_num_workers=8" in out.replace("+ --", "+  --")
+    assert main([str(folder), "--quality", "--gpu", "A100", "--lang", "zh"]) == 0
+    assert capsys.readouterr().out.startswith("本次训练：30 步")
+
+
+@pytest.mark.parametrize("content", ['{"look": 3}', '{"look": {"shares": [1]}}', '{"look": {"shares": {}}}', "[]"])
+def test_a_look_of_another_make_says_nothing(content: str, tmp_path: Path) -> None:
+    write(tmp_path / "audit.json", content)
+    assert read_run(tmp_path) == Measured()
 
 
 def test_nothing_left_says_so(capsys) -> None:

@@ -16,7 +16,7 @@ from videox_fun.training import tracking
 from videox_fun.training.clipping import ClipResult
 from videox_fun.training.curves import plot_curves, read_events, series, smooth
 from videox_fun.training.media import send_clip
-from videox_fun.training.tracking import RunLogger, check_report_to, tracker_config
+from videox_fun.training.tracking import RunLogger, check_report_to, own_command, tracker_config
 from videox_fun.utils.utils import save_videos_grid
 
 
@@ -42,7 +42,7 @@ class Tracker:
 def make_logger(output_dir: Path, *, accelerator=None, compat=False, is_main=True, total=10, **more) -> RunLogger:
     args = Namespace(output_dir=str(output_dir), logging_dir="logs", report_to=more.pop("report_to", "tensorboard"),
                      tracker_project_name="proj", explicit=frozenset())
-    ctx = SimpleNamespace(args=args, accelerator=accelerator or Tracker(), compat=compat, is_main=is_main,
+    ctx = SimpleNamespace(args=args, accelerator=accelerator or Tracker(), compat=compat, is_main=is_main, world=1,
                           device=torch.device("cpu"), spec=SimpleNamespace(id="tiny/train"))
     return RunLogger(ctx, total_steps=total, **more)
 
@@ -255,3 +255,18 @@ def test_run_without_steps_has_no_picture(tmp_path):
     logger.start({})
     assert logger.finish() == [logger.events_path]
     assert plot_curves(logger.events_path, tmp_path / "x.png") is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "processes", "expected"),
+    [
+        (["/at/scripts/wan2.1/train.py", "--seed", "1"], 1, "accelerate launch scripts/wan2.1/train.py --seed 1"),
+        (["scripts/wan2.1/train.py", "--hub_token", "secret", "--a", "x y"], 2,
+         "accelerate launch --num_processes 2 scripts/wan2.1/train.py --a 'x y'"),
+        (["scripts/wan2.1/train.py", "--hub_token=secret"], 1, "accelerate launch scripts/wan2.1/train.py"),
+        (["/usr/bin/pytest", "tests"], 1, None),
+        ([], 1, None),
+    ],
+)  # fmt: skip
+def test_the_start_of_a_run_holds_its_command_without_secrets(argv, processes, expected) -> None:
+    assert own_command("wan2.1/train", argv, processes=processes) == expected

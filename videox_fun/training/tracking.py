@@ -15,8 +15,10 @@ import json
 import logging
 import math
 import os
+import shlex
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -37,7 +39,8 @@ _PACKAGES = {
     "mlflow": ("mlflow",), "clearml": ("clearml",), "dvclive": ("dvclive",), "swanlab": ("swanlab",),
     "trackio": ("trackio",),
 }
-_NOT_LOGGED = ("hub_token", "explicit")
+_SECRETS = ("hub_token",)
+_NOT_LOGGED = (*_SECRETS, "explicit")
 _UPSTREAM_PREFIXES = ("train_", "validation_", "gradients/", "total_norm")
 
 
@@ -70,6 +73,22 @@ def tracker_config(values: Mapping[str, Any]) -> dict[str, int | float | str | b
         else:
             config[name] = str(value)
     return config
+
+
+def own_command(script_id: str, argv: Sequence[str], *, processes: int = 1) -> str | None:
+    """This process's command line without secrets, or ``None`` where another program runs the training."""
+    if not argv or not Path(argv[0]).with_suffix("").as_posix().endswith(script_id):
+        return None
+    words = ["accelerate", "launch", *(["--num_processes", str(processes)] if processes > 1 else [])]
+    words.append(f"scripts/{script_id}.py")
+    hidden = False
+    for word in argv[1:]:
+        name = word.partition("=")[0].removeprefix("--")
+        secret = word.startswith("--") and name in _SECRETS
+        if not secret and not hidden:
+            words.append(word)
+        hidden = secret and "=" not in word
+    return shlex.join(words)
 
 
 def memory_gib(device: torch.device) -> float | None:
@@ -137,7 +156,9 @@ class RunLogger:
         if self.ctx.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self._events = _open_events(self.events_path)
-            self._write("start", self.start_step, {"total_steps": self.total_steps, "script": self.ctx.spec.id})
+            facts = {"total_steps": self.total_steps, "script": self.ctx.spec.id}
+            command = own_command(self.ctx.spec.id, sys.argv, processes=self.ctx.world)
+            self._write("start", self.start_step, facts | ({"command": command} if command else {}))
         from tqdm.auto import tqdm
 
         remaining = max(self.total_steps - self.start_step, 0)
