@@ -114,6 +114,8 @@ class BucketCollate:
         self.rules = rules
         self.rng = rng
         self.fields = tuple(fields)
+        #: Draws the size of the next batch alike on all ranks, when set.
+        self.size_rng: np.random.Generator | None = None
         #: Where posteriors of whole batches are read instead of decoding them (``data.cache.attach``).
         self.cache: Any = None
 
@@ -180,6 +182,7 @@ class BucketCollate:
 
     def _draw(self, choices: Sequence[Any], weights: Sequence[float] | None) -> Any:
         source = self.rng if self.rules.ratio_draw_from_rng and self.rng is not None else np.random
+        source = self.size_rng or source
         return source.choice(choices, p=weights)
 
     def _draw_size(self, base: float, height: int, width: int) -> Size:
@@ -187,7 +190,7 @@ class BucketCollate:
         if rules.fix_sample_size is not None:
             return floor_to(rules.fix_sample_size, rules.size_quantum)
         if rules.random_ratio_crop:
-            source = self.rng if self.rng is not None else np.random
+            source = self.size_rng or self.rng or np.random
             key = source.choice(list(ASPECT_RATIO_RANDOM_CROP_512), p=ASPECT_RATIO_RANDOM_CROP_PROB)
             return floor_to(scaled(ASPECT_RATIO_RANDOM_CROP_512, base)[str(key)], rules.size_quantum)
         size, _ = get_closest_ratio(height, width, ratios=scaled(ASPECT_RATIO_512, base))

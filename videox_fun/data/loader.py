@@ -7,7 +7,8 @@ over take the first batches of the epoch again: all ranks make the same number o
 **Randomness.** Without workers, items and collate draw from the process's own streams; the snapshot taken before the
 pending fetch is part of the state, so that a resumed run fetches that batch again and gets the same one. With workers,
 each batch has its own seeds from (seed, rank, epoch, number), whatever the number of workers; with ``upstream_compat``
-each worker is seeded once, as upstream does, and such runs resume in order but not draw by draw.
+each worker is seeded once, as upstream does, and such runs resume in order but not draw by draw. In the bucket mode
+"balanced", sizes are drawn from (seed, epoch, number), alike on all ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """One batch of this rank: its number in the epoch, its rows, and its seeds (none: draw from what is there)."""
+    """One batch of this rank: its number in the epoch, its rows, and its seeds (none: draw from what is there).
+
+    ``shared`` seeds the draw of sizes alike on all ranks, where sizes are agreed upon.
+    """
 
     number: int
     indices: tuple[int, ...]
     seeds: tuple[int, ...] | None
+    shared: tuple[int, ...] | None = None
     after: dict[str, Any] = field(compare=False, repr=False, default_factory=dict)
 
 
@@ -52,6 +57,8 @@ class BatchDataset(Dataset):
     def __getitem__(self, request: Request) -> dict[str, Any]:
         if request.seeds is not None:
             self._seed(request.seeds)
+        if self.drawing is not None:
+            self.drawing.size_rng = None if request.shared is None else np.random.default_rng(request.shared)
         return self.collate([self.items[index] for index in request.indices])
 
     def _seed(self, seeds: tuple[int, ...]) -> None:
@@ -264,7 +271,8 @@ class TrainLoader:
             "head": [list(batch) for batch in self._head],
             "sampler": self.module.batch_sampler.state_dict(),
         }
-        request = Request(self._number, tuple(dealt[self.rank]), seeds, after)
+        shared = (self.seed, self._epoch, self._number) if options.bucket_mode == "balanced" else None
+        request = Request(self._number, tuple(dealt[self.rank]), seeds, shared, after)
         self._number += 1
         if self._workers:
             self._sent.append(request)

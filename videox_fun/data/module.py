@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from videox_fun.data.batch_plan import BUCKET_MODES, PlannedBatchSampler, RowCost
 from videox_fun.data.bucket_sampler import (
     AspectRatioBatchImageVideoSampler,
     ImageVideoSampler,
     RandomSampler,
     ResumableBatchSampler,
+    RowSizes,
 )
 from videox_fun.data.collate import BucketCollate, CollateRules, Field, PlainCollate
 from videox_fun.data.dataset_image_video import (
@@ -45,6 +47,8 @@ class DataOptions:
             plain scripts, 0.90 and NumPy's global stream in the others).
         worker_seeding: with ``upstream_compat``, whether this script seeds its workers.
         max_data_errors: stop when more different rows than this cannot be read.
+        bucket_mode: "upstream", "complete" or "balanced" (``batch_plan``). model_width: hidden size of the denoiser,
+            for the cost of attention in the mode "balanced".
     """
 
     train_data_meta: str | None = None
@@ -77,6 +81,8 @@ class DataOptions:
     control_ref_image: str = "first_frame"
     add_inpaint_info: bool = False
     max_data_errors: int | None = None
+    bucket_mode: str = "upstream"
+    model_width: int = 1536
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -84,6 +90,11 @@ class DataOptions:
         for name in ("train_batch_size", "video_sample_n_frames", "video_sample_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.bucket_mode not in BUCKET_MODES:
+            raise ValueError(f"--bucket_mode must be one of {', '.join(BUCKET_MODES)}, got {self.bucket_mode!r}")
+        if self.upstream_compat and self.bucket_mode != "upstream":
+            raise ValueError(f"--bucket_mode {self.bucket_mode} is not VideoX-Fun's order of batches; leave out it or "
+                             "--upstream_compat.")  # fmt: skip
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **overrides: Any) -> DataOptions:
@@ -170,7 +181,10 @@ def build_data(
     dataset = _build_dataset(options)
     generator = torch.Generator().manual_seed(options.seed)
     sampler = RandomSampler(dataset, generator=generator)
-    return DataModule(options, dataset, _build_batch_sampler(options, dataset, sampler), _build_collate(options, rng))
+    batches = _build_batch_sampler(options, dataset, sampler)
+    if options.bucket_mode != "upstream":
+        batches = PlannedBatchSampler(batches, world=world, row_cost=_row_cost(options, dataset))
+    return DataModule(options, dataset, batches, _build_collate(options, rng))
 
 
 def _build_dataset(options: DataOptions) -> Any:
@@ -215,6 +229,13 @@ def _build_batch_sampler(options: DataOptions, dataset: Any, sampler: RandomSamp
         drop_last=True,
         upstream_compat=options.upstream_compat,
     )
+
+
+def _row_cost(options: DataOptions, dataset: Any) -> RowCost | None:
+    if options.bucket_mode != "balanced" or options.kind in ("text", "safetensors"):
+        return None
+    sizes = RowSizes(dataset.dataset, folder=options.train_data_dir, upstream_compat=options.upstream_compat)
+    return RowCost(dataset.dataset, options, sizes=sizes, width=options.model_width)
 
 
 def _build_collate(options: DataOptions, rng: np.random.Generator | None) -> Callable[[Sequence[Any]], dict[str, Any]]:

@@ -85,6 +85,7 @@ class DataSummary:
     seconds: float = 0.0
     buckets: dict[str, int] = field(default_factory=dict)
     groups: list[SizeGroup] = field(default_factory=list)
+    batching: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -105,6 +106,7 @@ class DataSummary:
             text.append(f"  {self.opened} of {self.openable} files opened in {self.seconds:.1f} s{limit}")
         text += _shown([f"  dropped row {row + 1}: {reason}" for row, reason in sorted(self.dropped.items())])
         text += _shown([f"  bucket {name}: {count} row(s)" for name, count in self.buckets.items()])
+        text += [f"  {line}" for line in self.batching]
         if self.groups:
             text.append("  source size (height x width) -> what is trained (height x width x frames, enlargement)")
         text += _shown([f"    {group.line()}" for group in self.groups])
@@ -132,11 +134,25 @@ def summarize(module: DataModule, *, probe_seconds: float = 30.0) -> DataSummary
     summary.opened = len(infos) + len(failures)
     summary.dropped.update(failures)
     _describe(summary, unique, infos, options)
+    summary.batching = batching(module, summary)
     for row, reason in summary.dropped.items():
         dataset.bad_rows.mark(row, reason)
     if summary.kept == 0:
         raise ValueError("\n".join([f"{summary.source}: no row is usable", *summary.lines()]))
     return summary
+
+
+def batching(module: DataModule, summary: DataSummary) -> list[str]:
+    """How the rows of the buckets become batches."""
+    planned = getattr(module.batch_sampler, "lines", None)
+    if planned is not None:
+        return planned()
+    size = module.options.train_batch_size
+    waiting = {name: count % size for name, count in summary.buckets.items() if count % size}
+    if not waiting:
+        return []
+    return [f"{sum(waiting.values())} row(s) in {len(waiting)} bucket(s) fill no batch of {size} and wait for the next "
+            "epoch each time; --bucket_mode complete sees every row once per epoch"]
 
 
 def probe_rows(
@@ -293,7 +309,7 @@ def _warnings(
     if options.inpaint and summary.groups and all(group.frames == 1 for group in summary.groups):
         found.append("every row has one frame: an image-to-video model learns no motion from stills")
     small = [f"{name} ({count})" for name, count in summary.buckets.items() if count < options.train_batch_size]
-    if small:
+    if small and options.bucket_mode == "upstream":
         found.append(f"{len(small)} bucket(s) hold fewer rows than --train_batch_size {options.train_batch_size} and "
                      f"fill over several epochs: {_some(small)}")  # fmt: skip
     return found

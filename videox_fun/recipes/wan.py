@@ -109,7 +109,7 @@ class WanRecipe(Recipe):
                 ctx.args, inpaint=self.conditioned(ctx), temporal_ratio=vae.get("temporal_compression_ratio", 4),
                 mask_image_start_only=options["mask_image_start_only"],
                 first_ratio_prob=options["first_ratio_prob"], ratio_draw_from_rng=options["ratio_draw_from_rng"],
-                worker_seeding=options["worker_seeding"],
+                worker_seeding=options["worker_seeding"], model_width=self.denoiser_config(ctx).get("dim"),
             ),
             rank=ctx.layout.data_rank, world=ctx.layout.data_world, rng=ctx.rng.numpy,
         )

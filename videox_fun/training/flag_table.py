@@ -219,6 +219,9 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--text_drop_ratio", "Share of prompts replaced by the empty prompt.", float, 0.1),
         _value("--max_data_errors", "Stop after this many unreadable rows (else when none is readable).", int),
         _switch("--fused_optimizer", "Update all tensors of AdamW in one kernel (torch's fused implementation)."),
+        _value("--bucket_mode", "Batches of an epoch: upstream keeps rows that fill no batch for later; complete "
+               "sees every row once; balanced also lets ranks work on batches of like cost.", default="upstream",
+               choices=["upstream", "complete", "balanced"]),
         _value("--prefetch_factor", "Batches that each loader worker reads ahead (2 unless given).", int),
         _switch("--allow_partial_load", "Train although weights are missing from the checkpoint or left over."),
         _switch("--allow_resume_changes", "Resume although settings of the saved run differ."),
@@ -260,6 +263,10 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--cache_dir_latents", "Folder of the cache; 'cache' below --output_dir when not given."),
         _value("--cache_clip_starts", "Clips start at one of this many frames, evenly spread; 0 is any frame, which a "
                "cache of long clips seldom finds again.", int, 0),
+        _value("--cache_mask_draws", "Each clip is masked by one of this many masks of its own, whose latents are "
+               "kept too; 0 draws masks anew and keeps the VAE.", int, 0),
+        _value("--cache_budget_gb", "The cache grows up to this size; what does not fit is encoded at each use.",
+               float),
     ),
 }
 
