@@ -158,7 +158,7 @@ class CompilePatch(PatchBase):
 
         args = target.args
         dynamic = DYNAMIC[_option(args, "compile_dynamic")]
-        name, mode, scope = (_option(args, f"compile_{key}") for key in ("backend", "mode", "scope"))
+        name, scope, mode = _option(args, "compile_backend"), _option(args, "compile_scope"), _mode(args)
         restore = _configure(cache_dir=_option(args, "compile_cache_dir"))
         self.log = CompileLog(breaks_before=dict(torch._dynamo.utils.counters["graph_break"]))
         backend = CountingBackend(name=name, mode=mode, dynamic=dynamic, log=self.log)
@@ -261,6 +261,12 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 def _option(args: argparse.Namespace, dest: str) -> Any:
     default = next(flag.default for flag in CompilePatch.flags if flag.dest == dest)
     return getattr(args, dest, default)
+
+
+def _mode(args: argparse.Namespace) -> str:
+    """The mode asked for; ``--cuda_graph`` turns the default into the one that records graphs."""
+    mode = _option(args, "compile_mode")
+    return "reduce-overhead" if mode == "default" and getattr(args, "cuda_graph", False) else mode
 
 
 def _units(target: Target, *, scope: str) -> list[tuple[str, nn.Module]]:

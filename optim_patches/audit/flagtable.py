@@ -215,9 +215,6 @@ OWN: tuple[tuple[str, str], ...] = (
     ("all -*lora", "learning_rate_low:f"),
 )
 
-#: Optimizations of the checklist that have no flag here yet: rows speak of them, no command is given them.
-PLANNED: frozenset[str] = frozenset()
-
 #: Accepted by every script and read by none.
 DEAD = frozenset(
     "cache_dir hub_model_id input_perturbation max_train_samples noise_offset prediction_type push_to_hub random_flip "

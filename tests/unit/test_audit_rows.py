@@ -10,7 +10,7 @@ import pytest
 from optim_patches.audit.checks import CATEGORIES, DENOMINATORS, State, evaluate, evaluate_check, get_check, registry
 from optim_patches.audit.edits import CONFIG, LAUNCHER, SCRIPT, SHELL
 from optim_patches.audit.facts import PACKAGES as KNOWN_PACKAGES
-from optim_patches.audit.flagtable import PLANNED, known_flags
+from optim_patches.audit.flagtable import known_flags
 from tests.unit.audit_kit import FIXED, FSDP, OFFLOAD, ZERO2, ZERO3, make_facts
 
 FULL, LORA, REWARD = "wan2.1_fun/train", "wan2.1_fun/train_lora", "wan2.1_fun/train_reward_lora"
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
             c("--backprop --reward_fn=HPSv3Reward", script=REWARD), c(script=REWARD), c()),
     "I1": (c("--compile"), c("--max_train_steps=100"), c(), c(FIXED + " --cuda_graph")),
     "I2": (c("--liger"), c("--max_train_steps=100"), c(), c(gpu="cpu")),
-    "I3": (c("--cuda_graph"), c("--video_sample_n_frames=81"), c(FIXED), c("--enable_bucket")),
+    "I3": (c("--cuda_graph"), c("--video_sample_n_frames=81"), c(FIXED), c("--random_hw_adapt")),
     "I4": (c("--qlora"), c(), c(model=BIG, gpu="RTX 4090"), c(script=FULL)),
     "I5": (c("--vae_tiling"), c(), c("--video_sample_size=768"), c("--cache_latents")),
     "I6": (c("--cache_text"), c("--max_train_steps=10", data={"rows": 500}), c(), c("--train_text_encoder")),
@@ -166,7 +166,7 @@ def test_texts_are_complete(check) -> None:
     known = known_flags("") | {name: None for name in ("use_deepspeed", "deepspeed_config_file", "use_fsdp",
                                "fsdp_sharding_strategy", "fsdp_backward_prefetch", "dynamo_backend",
                                "enable_teacache", "teacache")}  # fmt: skip
-    assert set(check.flags) <= set(known) | PLANNED, check.flags
+    assert set(check.flags) <= set(known), check.flags
 
 
 def test_recommended_changes_are_legal() -> None:
@@ -181,7 +181,7 @@ def test_recommended_changes_are_legal() -> None:
             assert edit.where in (SCRIPT, LAUNCHER, SHELL, CONFIG)
             if edit.where == SCRIPT and not edit.remove:
                 assert facts.accepts(edit.name), edit
-        assert row.edits or row.check.follows or row_id == "A4" or set(row.check.flags) & PLANNED
+        assert row.edits or row.check.follows or row_id == "A4"
     assert seen > 60
 
 

@@ -87,6 +87,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     "two-optimizers": [c("--use_8bit_adam --use_came", "--use_8bit_adam --use_came")],
     "sage-in-training": [c("", "no backward", env="VIDEOX_ATTENTION_TYPE=SAGE_ATTENTION")],
     "cuda-graph-random-sizes": [c("--cuda_graph --random_hw_adapt", "one shape")],
+    "cuda-graph-checkpointing": [c("--cuda_graph --gradient_checkpointing", "refuses both")],
     "cuda-graph-twice": [
         c("--cuda_graph --compile --compile_mode=reduce-overhead", "captures graphs itself"),
     ],

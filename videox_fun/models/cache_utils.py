@@ -88,7 +88,10 @@ class TeaCache:
                 self.distance = 0.0
         self.previous = signal
 
-    def run(self, tokens: Tensor, signal: Tensor, blocks: Callable[[], Tensor], *, prompted: bool) -> Tensor:
+    def run(
+        self, tokens: Tensor, signal: Tensor, blocks: Callable[[], Tensor], *, prompted: bool,
+        must_compute: bool = False,
+    ) -> Tensor:
         """Tokens after the blocks, computed or estimated.
 
         Args:
@@ -96,16 +99,19 @@ class TeaCache:
             signal: time modulation of this step.
             blocks: runs them.
             prompted: whether this is the half that decides.
+            must_compute: run the blocks in any case, because a gradient is to flow through them.
         """
         if prompted:
             if self.step == self.num_steps:
                 self.reset()
-            self._decide(signal)
+            self._decide(signal.detach())
             self.step += 1
+            if must_compute:
+                self.compute, self.distance = True, 0.0
         last = prompted and self.step == self.num_steps
-        if self.compute or prompted not in self.residuals:
+        if self.compute or must_compute or prompted not in self.residuals:
             result = blocks()
-            residual = result - tokens
+            residual = result.detach() - tokens.detach()
             self.residuals[prompted] = residual.cpu() if self.offload else residual
             self.computed += 1
         else:

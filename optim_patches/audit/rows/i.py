@@ -6,6 +6,7 @@ from optim_patches.audit.checks import Advice, Check
 from optim_patches.audit.edits import config, put, run
 from optim_patches.audit.facts import Facts
 from optim_patches.audit.rows.a import wants_8bit
+from optim_patches.audit.rows.b import fraction
 from optim_patches.audit.text import Text, same
 
 T = Text
@@ -62,11 +63,13 @@ def _i2_advice(f: Facts) -> Advice | None:
 def _i3_blocked(f: Facts) -> Text | None:
     if f.cpu:
         return _CPU
-    return None if f.fixed_shape else T("shapes change from batch to batch", "每批形状不同")
+    if f.options.on("gradient_checkpointing") or fraction(f) > 0:
+        return T("a graph keeps what gradient checkpointing computes again", "图会保留梯度检查点要重算的内容")
+    return T("sizes are drawn anew for each batch", "每批尺寸随机") if f.random_sizes else None
 
 
 def _i3_advice(f: Facts) -> Advice | None:
-    if f.tokens <= 4096 and not f.short and f.batch * f.tokens <= 8192:
+    if f.fixed_shape and f.tokens <= 4096 and not f.short and f.batch * f.tokens <= 8192:
         reason = T("fixed shapes with {0} tokens: kernel launches dominate",
                    "形状固定且仅 {0} 个 Token：启动开销占主导")
         return Advice(reason.format(f.tokens), (put("cuda_graph"),))

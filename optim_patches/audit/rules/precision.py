@@ -69,9 +69,16 @@ def _sage(f: Facts, _: Project) -> Iterator[Hit]:
 
 
 def _graph_shapes(f: Facts, _: Project) -> Iterator[Hit]:
-    if f.options.on("cuda_graph") and not f.fixed_shape:
-        text = T("--cuda_graph replays one shape, but sizes change from batch to batch",
-                 "--cuda_graph 只能重放固定形状，但每批尺寸不同")
+    if f.options.on("cuda_graph") and f.random_sizes:
+        text = T("--cuda_graph records a graph for one shape, but sizes are drawn anew for each batch",
+                 "--cuda_graph 每种形状录制一个图，但每批尺寸都随机")
+        yield Hit(text, (drop("cuda_graph"),))
+
+
+def _graph_checkpointing(f: Facts, _: Project) -> Iterator[Hit]:
+    if f.options.on("cuda_graph") and f.options.on("gradient_checkpointing"):
+        text = T("--cuda_graph keeps what --gradient_checkpointing computes again; the run refuses both",
+                 "--cuda_graph 会保留 --gradient_checkpointing 要重算的内容，二者同时使用会被拒绝")
         yield Hit(text, (drop("cuda_graph"),))
 
 
@@ -141,6 +148,8 @@ RULES = (
     Rule("sage-in-training", "error", T("attention without backward", "没有反向的注意力内核"), _sage),
     Rule("cuda-graph-random-sizes", "error", T("CUDA graphs with changing shapes",
                                                "CUDA Graph 与可变尺寸"), _graph_shapes),
+    Rule("cuda-graph-checkpointing", "error", T("CUDA graphs with recomputation",
+                                                "CUDA Graph 与梯度检查点"), _graph_checkpointing),
     Rule("cuda-graph-twice", "warning", T("graphs captured twice", "重复捕获 CUDA Graph"), _graph_compile),
     Rule("quantization-conflict", "error", T("quantization that cannot train", "量化方式与训练冲突"), _quantized),
     Rule("fp8-inference-in-training", "error", T("inference quantization in training",
