@@ -109,7 +109,7 @@ def _oom_full(f: Facts, again: int) -> Iterator[Step]:
     yield from _savings(f)
     if again > 1 or twin is None:
         yield from _smaller(f)
-        if needs_offload(f) or again > 2:
+        if (needs_offload(f) or again > 2) and not (f.zero == 3 and f.distribution.offload_optimizer):
             yield Step(_STILL, T("move optimizer and parameters to the host", "优化器与参数卸载到 CPU"),
                        deepspeed_edits(f, OFFLOAD, zero3=True))  # fmt: skip
 

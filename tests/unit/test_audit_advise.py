@@ -20,7 +20,7 @@ from optim_patches.audit.launch import find_launches
 from optim_patches.audit.project import Project, load_project
 from optim_patches.audit.templates import SCENARIOS, get_scenario, render
 from optim_patches.audit.tree import Measured
-from tests.unit.audit_kit import FSDP, PACKAGES, ZERO3, command, make_facts, write
+from tests.unit.audit_kit import FSDP, OFFLOAD, PACKAGES, ZERO3, command, make_facts, write
 
 FULL = "wan2.1_fun/train"
 BIG = "Wan2.1-Fun-14B-InP"
@@ -61,6 +61,8 @@ def test_out_of_memory_full_again() -> None:
                      gpus=2, model=BIG)  # fmt: skip
     assert {"video_sample_size", "video_sample_n_frames", "deepspeed_config_file", "zero_stage"} <= second
     assert "gradient_checkpointing" in changes("oom", script="wan2.1_vace/train", without="train_mode")
+    on = changes("oom", "--trainable_modules .", script=FULL, again=3, gpus=2, model=BIG, launcher=OFFLOAD)
+    assert "video_sample_size" in on and "deepspeed_config_file" not in on
 
 
 def test_out_of_memory_lora_takes_what_is_left() -> None:
