@@ -50,6 +50,13 @@ def _a3_blocked(f: Facts) -> Text | None:
     return None
 
 
+def _a3_advice(f: Facts) -> Advice | None:
+    if f.goal == "quality":
+        return None
+    return Advice(T("fp32 matmuls (time embedding, norms, VAE) run without it",
+                    "FP32 矩阵乘法（时间嵌入、VAE 等）未加速"), (put("allow_tf32"),))
+
+
 def _a4_advice(f: Facts) -> Advice | None:
     if f.big and (f.memory or 99) <= 24:
         return Advice(T("14B weights in bf16 do not fit on this card for inference",
@@ -125,10 +132,8 @@ ROWS = (
           "FP32 矩阵乘法以 TF32 计算，更快；不节省显存"),
         "checklist A",
         lambda f: T("--allow_tf32", "--allow_tf32") if f.options.on("allow_tf32") else None,
-        lambda f: Advice(T("fp32 matmuls (time embedding, norms, VAE) run without it",
-                           "FP32 矩阵乘法（时间嵌入、VAE 等）未加速"),
-                         (put("allow_tf32"),)),
-        _a3_blocked, "P0", 40,
+        _a3_advice, _a3_blocked, "P0", 40, off=T("quality comes first: fp32 matmuls keep their precision",
+                                                 "质量优先：FP32 矩阵乘保持精度"),
     ),
     Check(
         "A4", T("FP8 weight quantization (inference)", "FP8 推理量化"), (),
