@@ -21,6 +21,7 @@ from optim_patches.audit.project import Project, load_project
 from optim_patches.audit.templates import SCENARIOS, get_scenario, render
 from optim_patches.audit.tree import Measured
 from tests.unit.audit_kit import FSDP, OFFLOAD, PACKAGES, ZERO3, command, make_facts, write
+from tests.unit.test_audit_report import HOSTILE
 
 FULL = "wan2.1_fun/train"
 BIG = "Wan2.1-Fun-14B-InP"
@@ -279,3 +280,27 @@ def test_template_command_line(tmp_path: Path, capsys) -> None:
     assert main(["--template", "2", "--write", str(target)]) == 2
     with pytest.raises(ValueError, match="1 to 5"):
         get_scenario(9)
+
+
+# -- hostile inputs -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_hostile_files_get_a_sentence_or_advice(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / name, HOSTILE[name][0])
+    status = main([name, "--oom", "--slow", "--quality", "--gpu", "A100"])
+    out, err = capsys.readouterr()
+    assert status == (0 if "Out of memory?" in out else 2) and (out or err)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_run_that_is_none(tmp_path: Path, capsys) -> None:
+    for content in (b"\x00\xff" * 100, b"[" * 100_000, b'{"rows": [{"id": 3, "facts": 7}], "look": {"shares": 1}}'):
+        write(tmp_path / "r/audit.json", content)
+        write(tmp_path / "r/events.jsonl", content)
+        assert main(["--command", command(), "--slow", "--run", str(tmp_path / "r"), "--gpu", "A100"]) == 0
+    assert main(["--command", command(), "--slow", "--run", str(tmp_path / "gone"), "--gpu", "A100"]) == 0
+    assert "Training slow?" in capsys.readouterr().out
+    evil = {"event": "start", "command": "touch pwned; $(touch pwned) accelerate launch scripts/wan2.1/train.py"}
+    write(tmp_path / "r/events.jsonl", json.dumps(evil) + "\n")
+    main([str(tmp_path / "r"), "--slow", "--gpu", "A100"])
+    assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists()
