@@ -59,7 +59,7 @@ class RunFacts:
         motion_share: share of the motion loss in the loss.
         texts, text_dropped: prompts seen, and how many of them were empty.
         tiling: factors by which batches were repeated (``--auto_tile_batch_size``).
-        loader_workers: workers alive.
+        loader_workers: workers alive, where the loader is not torch's.
         cache: ``hits`` and ``misses`` of the cache of encodings, each by kind; empty without one.
         vae_streams: CUDA streams used for encoding.
         reward, reward_steps: mean reward of the last step, and steps that had one.

@@ -179,6 +179,11 @@ def workers(run: Run) -> None:
     run.target.loader = loader(prefetch_factor=4, persistent_workers=True)
 
 
+def one_alive(run: Run) -> None:
+    processes = [SimpleNamespace(is_alive=lambda: True), SimpleNamespace(is_alive=lambda: False)]
+    run.target.loader = loader(_iterator=SimpleNamespace(_workers=processes))
+
+
 OWN_RUNS = [
     ("A4", with_float8, {}, ENABLED, "1 float8 weights"),
     ("A6", as_optimizer("CAME"), {"use_came": True}, ENABLED, "CAME: state"),
@@ -186,6 +191,7 @@ OWN_RUNS = [
     ("E4", lambda run: change(run.model, rank_dropout=0.1), {"rank_drop_out": 0.1}, ENABLED, "20 adapters"),
     ("E5", lambda run: change(run.model, module_dropout=0.1), {"module_drop_out": 0.1}, ENABLED, "20 adapters"),
     ("F6", sparse, {}, INERT, "1 sparse layers, 0 sparse calls, top-k 0.1"),
+    ("G1", one_alive, {"dataloader_num_workers": 2}, ENABLED, "1 workers alive"),
     ("G2", workers, {}, ENABLED, "True"),
     ("I10", fused, {"fused_optimizer": True}, ENABLED, "fused"),
     ("I11", workers, {"prefetch_factor": 4}, ENABLED, "4 batches"),

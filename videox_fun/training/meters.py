@@ -152,7 +152,7 @@ class RunMeter:
             "ema": self.players[0].ema, "loss_scale": scaler.get_scale() if scaler is not None else None,
             "timesteps": [value for drawn in self.timesteps for value in drawn.flatten().tolist()],
             "motion_share": self.motion_share, "texts": self.texts, "text_dropped": self.text_dropped,
-            "tiling": list(self.tiling), "loader_workers": self.args.dataloader_num_workers,
+            "tiling": list(self.tiling),
             "reward": self.reward, "reward_steps": self.reward_steps, "phases": phases,
             "cache": {} if ctx.cache is None else {"hits": dict(ctx.cache.hits), "misses": dict(ctx.cache.misses)},
         }
