@@ -51,7 +51,6 @@ class Piece:
     name: str
     parameter: nn.Parameter
     offset: int
-    home: torch.device
     hollow: Tensor
 
     def view(self, buffer: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ class HostBlock:
         offset = 0
         for owner, name, parameter in frozen_parameters(block):
             hollow = _hollow(parameter, device)
-            self.pieces.append(Piece(owner, name, parameter, offset, parameter.device, hollow))
+            self.pieces.append(Piece(owner, name, parameter, offset, hollow))
             offset += _aligned(parameter.nbytes)
         self.size = offset
         self.host = transfers.host_buffer(offset)
@@ -103,9 +102,9 @@ class HostBlock:
         torch.autograd.graph.increment_version([piece.parameter for piece in self.pieces])
 
     def restore(self) -> None:
-        """Ordinary parameters again, where they were before."""
+        """Ordinary parameters again, on the device."""
         for piece in self.pieces:
-            piece.parameter.data = piece.view(self.host).to(piece.home, copy=True)
+            piece.parameter.data = piece.view(self.host).to(piece.hollow.device, copy=True)
 
 
 @dataclass
