@@ -6,6 +6,8 @@ import importlib.util
 import os
 from typing import Any
 
+import torch
+
 from optim_patches.audit.live_view import (
     DISABLED,
     ENABLED,
@@ -87,6 +89,12 @@ def sdpa(view: View) -> LiveRow:
     if not calls:
         return row("F5", NOT_APPLICABLE, Text("no attention call of ours was seen", "未见到本项目的注意力调用"))
     evidence = Text(f"{number} calls (once per graph where compiled)", f"{number} 次调用（编译图内各计一次）")
+    if view.cuda:
+        cuda = torch.backends.cuda
+        kernels = {"flash": cuda.flash_sdp_enabled(), "cudnn": cuda.cudnn_sdp_enabled(),
+                   "memory efficient": cuda.mem_efficient_sdp_enabled(), "math": cuda.math_sdp_enabled()}  # fmt: skip
+        allowed = ", ".join(name for name, on in kernels.items() if on)
+        evidence += Text(f"; kernels it may choose: {allowed}", f"；可选内核：{allowed}")
     return row("F5", ENABLED if number else DISABLED, evidence, Text("fall-back", "兜底"), exercised=number > 0)
 
 

@@ -104,7 +104,11 @@ def ema(view: View) -> LiveRow:
 @check("H6")
 def uniform(view: View) -> LiveRow:
     world = view.facts.world
-    evidence = Text(f"{world} processes share the schedule", f"{world} 个进程划分噪声表")
+    evidence = Text(f"{world} {'process shares' if world == 1 else 'processes share'} the schedule",
+                    f"{world} 个进程划分噪声表")  # fmt: skip
+    if drawn := _timesteps(view):
+        evidence += Text(f"; this one drew {min(drawn):.0f} to {max(drawn):.0f}",
+                         f"；本进程抽到 {min(drawn):.0f} 至 {max(drawn):.0f}")  # fmt: skip
     if view.value("uniform_sampling"):
         return row("H6", ENABLED, evidence, view.asked("uniform_sampling"), exercised=bool(_timesteps(view)) or None)
     return row("H6", RECOMMENDED if world > 1 else DISABLED, evidence)

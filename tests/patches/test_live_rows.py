@@ -239,6 +239,16 @@ def test_fsdp_without_prefetch(plain: Run) -> None:
     assert ask(plain, "I8", facts={"deepspeed": STAGE3}).state == DISABLED
 
 
+def test_sdpa_names_the_kernels_it_may_choose(plain: Run) -> None:
+    assert "kernels it may choose: flash, " in ask(plain, "F5", device="cuda").evidence.en
+    assert "kernels" not in ask(plain, "F5").evidence.en
+
+
+def test_a_rank_names_its_part_of_the_schedule(plain: Run) -> None:
+    found = ask(plain, "H6", uniform_sampling=True, facts={"world": 2, "timesteps": [510.0, 990.0]})
+    assert found.evidence.en == "2 processes share the schedule; this one drew 510 to 990"
+
+
 def test_sage_in_training_and_padding(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain.audit.probe, "attention", lambda: {"SAGE_ATTENTION": 2})
     assert ask(plain, "F4").state == INERT
