@@ -85,6 +85,7 @@ class HostBlock:
             self.pieces.append(Piece(owner, name, parameter, offset, hollow))
             offset += _aligned(parameter.nbytes)
         self.size = offset
+        self._views: dict[int, list[Tensor]] = {}  # of the pieces, by the address of the device buffer
         self.host = transfers.host_buffer(offset)
         for piece in self.pieces:
             piece.view(self.host).copy_(piece.parameter.data)
@@ -92,8 +93,11 @@ class HostBlock:
 
     def bind(self, buffer: Tensor) -> None:
         """Let the parameters be what lies in a device buffer."""
-        for piece in self.pieces:
-            piece.parameter.data = piece.view(buffer)
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = self._views[buffer.data_ptr()] = [piece.view(buffer) for piece in self.pieces]
+        for piece, view in zip(self.pieces, views, strict=True):
+            piece.parameter.data = view
 
     def leave(self) -> None:
         """Take the parameters out of their device buffer."""
@@ -103,6 +107,7 @@ class HostBlock:
 
     def restore(self) -> None:
         """Ordinary parameters again, on the device."""
+        self._views.clear()
         for piece in self.pieces:
             piece.parameter.data = piece.view(self.host).to(piece.hollow.device, copy=True)
 
@@ -132,6 +137,7 @@ class BlockRing:
         self.counts = Counts()
         size = max(block.size for block in self.blocks)
         self.slots = [Slot(transfers.device_buffer(size)) for _ in range(slots)]
+        self.host_bytes, self.device_bytes = sum(block.size for block in self.blocks), slots * size
         self._next, self._previous = _neighbours(len(self.blocks), ends)
         self._clock = 0
 
@@ -160,8 +166,15 @@ class BlockRing:
         self._clock += 1
         slot.used = self._clock
 
-    def empty(self) -> None:
-        """Take every block off the device."""
+    def close(self) -> None:
+        """Make all parameters ordinary ones again, and give up the buffers."""
+        self._empty()
+        for block in self.blocks:
+            block.restore()
+            self.transfers.release(block.host)
+        self.slots.clear()
+
+    def _empty(self) -> None:
         for slot in self.slots:
             if slot.ticket is not None:
                 self.transfers.finish(slot.ticket)

@@ -134,14 +134,11 @@ class BlockSwapPatch(PatchBase):
                 put_back()
             for block, implementation in before:
                 block._compiled_call_impl = implementation
-            ring.empty()
-            for block in ring.blocks:
-                block.restore()
-                backend.release(block.host)
+            ring.close()
 
-        held, buffers = sum(block.size for block in hosted), sum(slot.buffer.numel() for slot in ring.slots)
         detail = (f"{len(flat)} of {sum(len(find_blocks(m)) for m in target.denoisers().values())} blocks, "
-                  f"{held / GB:.3g} GB on the host, {buffers / GB:.3g} GB in {len(ring.slots)} device buffers")
+                  f"{ring.host_bytes / GB:.3g} GB on the host, {ring.device_bytes / GB:.3g} GB in "
+                  f"{len(ring.slots)} device buffers")
         return Applied(self.names, undo, detail)
 
     def evidence(self, target: Target, applied: Applied) -> Evidence:
@@ -149,8 +146,8 @@ class BlockSwapPatch(PatchBase):
             return Evidence(False, applied.detail)
         counts = self.ring.counts
         facts = {
-            "blocks": len(self.ring.blocks), "host_bytes": sum(block.size for block in self.ring.blocks),
-            "device_bytes": sum(slot.buffer.numel() for slot in self.ring.slots), "calls": counts.calls,
+            "blocks": len(self.ring.blocks), "host_bytes": self.ring.host_bytes,
+            "device_bytes": self.ring.device_bytes, "calls": counts.calls,
             "backward_calls": counts.backward_calls, "copies": counts.copies, "copied_bytes": counts.copied_bytes,
             "late_copies": counts.late,
         }  # fmt: skip

@@ -79,7 +79,8 @@ def test_undo_restores_and_state_dicts_hold_the_weights(devices):
     gradients(model, make_inputs())
     assert same_tensors(model.state_dict(), before) == []
     manager.undo_all()
-    assert devices[0].released == 4 and not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    assert devices[0].released == 4 and not manager.outcome("block_swap").patch.ring.slots
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
     assert all(block._compiled_call_impl is None for block in model.blocks)
     assert same_tensors(model.state_dict(), before) == []
     assert same_tensors(gradients(model, make_inputs()), expected) == []
@@ -190,6 +191,23 @@ def test_order_of_copies():
         ring.enter(number, backward=False, again=True)
     assert copied() == [2, 3, 4, 0]  # 0 and 1 were still there; the next sampling step begins with 0
     assert ring.counts.late == 1
+
+
+def test_two_experts_stream_through_one_ring():
+    """The two denoisers of a model with two experts, called one after the other as sampling and training do."""
+    models = {"transformer": with_adapters(), "transformer_2": make_model(layers=LAYERS, seed=3).requires_grad_(False)}
+    expected = {role: model(**make_inputs()).detach() for role, model in models.items()}
+    gradient = gradients(models["transformer"], make_inputs())
+    args = make_args(block_swap=4, gradient_checkpointing=True)
+    target, manager = Target(args, models=models), PatchManager(args)
+    manager.preflight(target)
+    manager.run_stage(Stage.PRE_SHARD, target)
+    for role in ("transformer", "transformer_2", "transformer", "transformer_2"):
+        with torch.no_grad():
+            assert torch.equal(models[role](**make_inputs()), expected[role])
+        assert same_tensors(gradients(models["transformer"], make_inputs()), gradient) == []
+    outcome = manager.outcome("block_swap")
+    assert outcome.evidence.facts["blocks"] == 8 and outcome.state == "exercised"
 
 
 def test_two_networks_share_a_ring():
