@@ -10,7 +10,8 @@ shapes counts ``linear`` by its tokens and ``attention`` by its tokens times the
     backward  the input's gradient costs another ``linear``; a trained weight's gradient once more, by the share of
               weights that is trained; attention costs twice its forward
     adapters  6 operations per parameter and token (forward and backward)
-    model     forward + backward + adapters, once per micro-step         -> MFU
+    model     forward + backward + adapters, per training call of a denoiser (one per micro-step, unless several
+              networks are trained; seen in the first steps)              -> MFU
     hardware  model + the share of blocks that was seen recomputing x F  -> HFU
 
 The encoders' work is not counted. Neither are element-wise operations.
@@ -92,7 +93,7 @@ def count_forward(
 
     try:
         with torch.device("meta"):
-            skeleton = type(model).from_config(dict(model.config))
+            skeleton = _architecture(model).from_config(dict(model.config))
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
             skeleton(*args, **kwargs)
@@ -110,6 +111,12 @@ def count_forward(
     return ForwardFlops(linear, attention, batch, tokens) if linear and tokens else None
 
 
+def _architecture(model: nn.Module) -> type[nn.Module]:
+    """The network's own class, below those that FSDP makes of it."""
+    inner = getattr(model, "_fsdp_wrapped_module", model)
+    return next(kind for kind in type(inner).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def tokens_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Samples and tokens per sample of latents ``[B, C, T, h, w]`` (patches of 1 x 2 x 2)."""
     return shape[0], math.prod(shape[2:]) // 4
@@ -117,9 +124,12 @@ def tokens_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def step_flops(
     forward: ForwardFlops, shapes: Mapping[tuple[int, ...], int], *, trained_share: float, adapter_parameters: int,
-    recomputed_share: float | None, ranks_per_sample: int = 1,
+    recomputed_share: float | None, ranks_per_sample: int = 1, calls: float = 1.0,
 ) -> StepFlops:
-    """Operations of this process for micro-steps of these shapes. See the module's text for the rules."""
+    """Operations of this process for micro-steps of these shapes, each with ``calls`` training calls of a denoiser.
+
+    See the module's text for the rules.
+    """
     once = model = again = 0.0
     for shape, number in shapes.items():
         batch, tokens = tokens_of(shape)
@@ -128,7 +138,7 @@ def step_flops(
         once += number * here.total
         model += number * (here.linear * (2 + trained_share) + 3 * here.attention + adapters)
         again += number * here.total * (recomputed_share or 0.0)
-    parts = ranks_per_sample
+    parts = ranks_per_sample / calls
     return StepFlops(once / parts, model / parts, None if recomputed_share is None else (model + again) / parts)
 
 

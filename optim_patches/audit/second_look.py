@@ -183,14 +183,20 @@ def look_back(
         steps=whole.steps, seconds=sum(whole.host.values()), clock=clock, shares=shares, steady_steps=steady.steps,
         step_s=seconds / max(steady.steps, 1), tokens_per_s=steady.tokens / seconds if seconds else 0.0,
         peak_bytes=peak, peak_of=whose, planned_bytes=planned_peak(folder), recompiles=recompiles,
-        idle=idle, idle_source=source if idle is not None else "", **_rates(view, steady, seconds),
+        idle=idle, idle_source=source if idle is not None else "",
+        **_rates(view, steady, seconds, calls=_calls(view, warm or whole)),
     )  # fmt: skip
 
 
-def _rates(view: View, steady: Mark, seconds: float) -> dict[str, Any]:
+def _calls(view: View, watched: Mark) -> float:
+    """Training calls of denoisers per micro-step, while they were counted."""
+    return view.counts.denoiser_calls / watched.micro_steps if watched.micro_steps else 1.0
+
+
+def _rates(view: View, steady: Mark, seconds: float, *, calls: float) -> dict[str, Any]:
     """Operations per step, and their rate over the device's."""
     call, model = view.counts.first_call, view.denoiser
-    if call is None or model is None or not view.facts.shapes or not steady.steps:
+    if call is None or model is None or not view.facts.shapes or not steady.steps or not calls:
         return {}
     forward = flops.count_forward(model, *call, latents=next(iter(view.facts.shapes)))
     if forward is None:
@@ -201,7 +207,7 @@ def _rates(view: View, steady: Mark, seconds: float) -> dict[str, Any]:
     recomputed = len(counts.recomputed_blocks) / counts.blocks if counts.blocks else None
     step = flops.step_flops(
         forward, steady.shapes, trained_share=0.0 if adapters else trained / total, adapter_parameters=adapters,
-        recomputed_share=recomputed, ranks_per_sample=int(view.value("sequence_parallel_size", 1) or 1),
+        recomputed_share=recomputed, ranks_per_sample=int(view.value("sequence_parallel_size", 1) or 1), calls=calls,
     )  # fmt: skip
     found: dict[str, Any] = {"step_flops": step.model / steady.steps}
     peak = flops.device_peak(view.device, view.compute_dtype())

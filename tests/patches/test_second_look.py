@@ -174,6 +174,8 @@ def test_forward_is_counted_as_by_hand(shape: tuple[int, int, int], batch: int) 
     tokens = shape[0] * shape[1] * shape[2] // 4
     assert (found.linear, found.attention) == hand_count(batch, tokens)
     assert (found.batch, found.tokens) == (batch, tokens)
+    model.__class__ = type("FSDPWanTransformer3DModel", (type(model),), {})  # as fully_shard does
+    assert count_forward(model, (), shapes_of(inputs), latents=latents) == found
 
 
 def test_other_shapes_follow_from_one() -> None:
@@ -187,6 +189,8 @@ def test_other_shapes_follow_from_one() -> None:
     assert lora.hardware == lora.model + 0.5 * full.forward
     halves = step_flops(one, shapes, trained_share=0.0, adapter_parameters=2, recomputed_share=None, ranks_per_sample=2)
     assert halves.model == lora.model / 2 and halves.hardware is None
+    both = step_flops(one, shapes, trained_share=1.0, adapter_parameters=0, recomputed_share=1.0, calls=2.0)
+    assert both.model == 2 * full.model and both.hardware == 2 * full.hardware
 
 
 def test_a_network_of_another_make_is_not_counted() -> None:
@@ -242,7 +246,7 @@ def test_rates_are_work_over_time(finished: Run, tmp_path: Path, monkeypatch: py
 
 
 def test_speed_leaves_out_the_first_steps(finished: Run, tmp_path: Path) -> None:
-    warm = Mark(1, 1, 16, {(2, 4, 2, 4, 4): 1}, {"forward": 100.0}, {})
+    warm = Mark(1, 3, 16, {(2, 4, 2, 4, 4): 1}, {"forward": 100.0}, {})
     now = {"host": {"forward": 102.0, "data": 1.0}, "device": {}}
     look = look_back(view_of(finished, phases=now, steps=3), folder=tmp_path, warm=warm)
     assert look.steady_steps == 2 and look.step_s == pytest.approx(1.5) and look.seconds == 103
