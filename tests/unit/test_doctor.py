@@ -7,6 +7,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +306,14 @@ def test_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     to_terminal([machine._python()], lang="en", stream=stream)
     assert "\x1b[" in stream.getvalue() and "[ok] Python" in stream.getvalue()
+
+
+def test_without_a_working_torch_the_whole_program_still_reports(tmp_path: Path, repo_root: Path) -> None:
+    write(tmp_path / "fake/torch/__init__.py", "raise ImportError('libtorch_cuda.so: cannot open shared object file')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{repo_root}"}
+    command = [sys.executable, "-m", "optim_patches.doctor", "--output_dir", str(tmp_path), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    found = {row["id"]: row for row in json.loads(done.stdout)["findings"]}
+    assert "libtorch_cuda.so" in found["torch"]["value"]["en"] and found["torch"]["state"] == "error"
+    assert found["sdpa"]["state"] == "error" and found["adam_8bit"]["state"] == "info"
