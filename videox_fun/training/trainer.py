@@ -329,6 +329,16 @@ class Trainer:
     def _audit_step(self) -> int:
         return min(self.args.audit_after_steps, self.total_steps - self.first_step)
 
+    def _look_back(self) -> list[Path]:
+        """The audit's last word, to its files, the trackers and the event file."""
+        if self.audit is None:
+            return []
+        report = self.audit.finish(self.target, self._facts())
+        scalars = report.scalars()
+        self.run_logger.track(scalars, self.ctx.global_step)
+        self.run_logger.note("summary", self.ctx.global_step, **scalars)
+        return report.files
+
     def _close(self) -> int:
         ctx = self.ctx
         self.clock.stop()
@@ -340,14 +350,11 @@ class Trainer:
             saved = self.checkpoints.final(ctx.global_step)
             if ctx.is_main:
                 logger.info("written: %s", saved)
-        written = []
-        if self.audit is not None:
-            report = self.audit.finish(self.target, self._facts())
-            written = report.files
-            self.run_logger.track(report.scalars(), ctx.global_step)
-            self.run_logger.note("summary", ctx.global_step, **report.scalars())
-        paths = self.run_logger.finish() + written
-        for path in paths:
+        try:
+            written = self._look_back()
+        finally:
+            paths = self.run_logger.finish()
+        for path in paths + written:
             logger.info("written: %s", path)
         try:
             ctx.accelerator.end_training()
