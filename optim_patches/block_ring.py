@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from optim_patches.transfers import Transfers
 
@@ -229,8 +228,7 @@ class StreamedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backward, grad = in_backward(), torch.is_grad_enabled()
-        with _disable_current_modes():  # selective checkpointing counts operators, and copies are not the block's
-            self.ring.enter(self.number, backward=backward, again=not grad)
+        self.ring.enter(self.number, backward=backward, again=not grad)
         out = self.call(*args, **kwargs)
         if grad and not backward:
             for tensor in out if isinstance(out, tuple | list) else (out,):
