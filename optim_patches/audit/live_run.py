@@ -155,11 +155,22 @@ def _shape_list(view: View) -> Text:
     return Text(f"{len(shapes)} latent shapes drawn: {listing}{more}", f"{len(shapes)} 种潜变量形状：{listing}{more}")
 
 
+def _kept(view: View) -> Text:
+    """Rows of the data set that are used, by bucket; known to the main process."""
+    summary = view.target.extras.get("data_summary")
+    sizes = getattr(summary, "buckets", None)
+    if not sizes:
+        return same("")
+    few, many = min(sizes.values()), max(sizes.values())
+    return Text(f"; {summary.kept} of {summary.rows} rows kept in {len(sizes)} buckets of {few} to {many}",
+                f"；{summary.rows} 行保留 {summary.kept} 行，{len(sizes)} 个桶各 {few} 至 {many} 行")  # fmt: skip
+
+
 @check("G3")
 def buckets(view: View) -> LiveRow:
     if not view.value("enable_bucket"):
         return row("G3", DISABLED, _shape_list(view))
-    return row("G3", ENABLED, _shape_list(view), view.asked("enable_bucket"), sites=len(view.sizes()),
+    return row("G3", ENABLED, _shape_list(view) + _kept(view), view.asked("enable_bucket"), sites=len(view.sizes()),
                exercised=bool(view.facts.shapes))  # fmt: skip
 
 

@@ -244,6 +244,13 @@ def test_sdpa_names_the_kernels_it_may_choose(plain: Run) -> None:
     assert "kernels" not in ask(plain, "F5").evidence.en
 
 
+def test_buckets_name_the_rows_that_are_used(plain: Run) -> None:
+    plain.target.extras["data_summary"] = SimpleNamespace(rows=10, kept=9, buckets={"video 0.42": 4, "video 0.57": 5})
+    found = ask(plain, "G3", enable_bucket=True)
+    assert found.evidence.en.endswith("; 9 of 10 rows kept in 2 buckets of 4 to 5") and "9 行" in found.evidence.zh
+    del plain.target.extras["data_summary"]
+
+
 def test_a_rank_names_its_part_of_the_schedule(plain: Run) -> None:
     found = ask(plain, "H6", uniform_sampling=True, facts={"world": 2, "timesteps": [510.0, 990.0]})
     assert found.evidence.en == "2 processes share the schedule; this one drew 510 to 990"

@@ -78,7 +78,9 @@ class Trainer:
         launch.join_sequence_groups(ctx)
         self.data = self.recipe.data(ctx)
         if self.data is not None and ctx.is_main:
-            for line in self.data.summary().lines():
+            summary = self.data.summary()
+            self.target.extras["data_summary"] = summary
+            for line in summary.lines():
                 logger.info("%s", line)
         self.held_out = build_held_out(ctx, self.recipe)
         with ctx.patches.loading(self.target):
