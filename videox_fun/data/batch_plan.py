@@ -27,8 +27,7 @@ import torch
 
 from videox_fun.data.bucket_sampler import ResumableBatchSampler
 from videox_fun.data.decode import DecodeError
-from videox_fun.data.geometry import sampled_frames
-from videox_fun.data.metadata import is_video, to_size
+from videox_fun.data.metadata import is_video, to_rate, to_size
 from videox_fun.data.probe import probe_media
 
 if TYPE_CHECKING:
@@ -203,16 +202,17 @@ class RowCost:
     def _frames(self, row: dict[str, Any]) -> int:
         """Frames read of a clip; the file is opened when the row does not say how many it has."""
         from videox_fun.data.bucket_sampler import resolve
+        from videox_fun.data.summary import frames_read
 
-        options, length = self.options, to_size(row.get("frames"))
-        if length is None:
+        options, length, fps = self.options, to_size(row.get("frames")), to_rate(row.get("fps"))
+        if length is None or (fps is None and options.video_sample_fps is not None):
             path = resolve(row["file_path"], options.train_data_dir)
             try:
-                length = probe_media(path, kind="video", upstream_compat=options.upstream_compat).frames
+                info = probe_media(path, kind="video", upstream_compat=options.upstream_compat)
             except (DecodeError, OSError):
                 return 0
-        return sampled_frames(length, n_frames=options.video_sample_n_frames, stride=options.video_sample_stride,
-                              upstream_compat=options.upstream_compat)  # fmt: skip
+            length, fps = info.frames, info.fps
+        return frames_read(length, fps or 0.0, options)
 
     def _cost(self, kind: str, height: int, width: int, frames: int) -> float:
         from videox_fun.data.summary import outcomes

@@ -26,6 +26,7 @@ from videox_fun.data.geometry import (
 )
 from videox_fun.data.metadata import RowStore, is_video, to_size
 from videox_fun.data.probe import probe_media
+from videox_fun.data.storage import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,8 @@ class RowSizes:
 
 
 def resolve(path: str, folder: str | None) -> str:
-    """The path below the data folder; absolute paths stay."""
-    return str(Path(folder) / path) if folder else path
+    """The path below the data folder; absolute paths and URLs stay."""
+    return str(Path(folder) / path) if folder and not is_url(path) else path
 
 
 class ResumableBatchSampler(BatchSampler):

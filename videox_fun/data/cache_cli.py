@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -87,11 +86,12 @@ def removable(folder: Path, *, encoders: Sequence[str] = ()) -> Iterator[tuple[P
 
 
 def _current_sources(folder: Path) -> Iterator[str]:
+    from videox_fun.data.storage import media_stat
+
     for path in sorted((folder / "files").rglob("*.json")):
         try:
             facts = json.loads(path.read_text("utf-8"))
-            status = os.stat(facts["path"])
-            if [status.st_size, status.st_mtime_ns] == facts["stamp"]:
+            if list(media_stat(facts["path"])) == facts["stamp"]:
                 yield facts["sha256"]
         except (OSError, ValueError, KeyError, TypeError):
             continue

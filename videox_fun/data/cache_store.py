@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from videox_fun.data.decode import fs_path
+from videox_fun.data.storage import is_url, media_stat, open_media
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def digest(value: Any) -> str:
 def hash_file(path: str | Path) -> str:
     """SHA-256 of a file's content."""
     found = hashlib.sha256()
-    with open(fs_path(path), "rb") as handle:
+    with open_media(path) as handle:
         while block := handle.read(_BLOCK):
             found.update(block)
     return found.hexdigest()
@@ -198,9 +198,8 @@ class FileFacts:
 
     def of(self, path: str | Path, look: Any = None) -> dict[str, Any]:
         """Size, modification time, ``sha256`` and, with ``look(path)``, what it returns as ``media``."""
-        absolute = os.path.abspath(str(path))
-        status = os.stat(fs_path(absolute))
-        stamp = [status.st_size, status.st_mtime_ns]
+        absolute = str(path) if is_url(path) else os.path.abspath(str(path))
+        stamp = list(media_stat(absolute))
         facts = self._known.get(absolute) or self._load(absolute)
         if facts.get("path") != absolute or facts.get("stamp") != stamp:
             facts = {"path": absolute, "stamp": stamp, "sha256": hash_file(absolute)}

@@ -33,11 +33,12 @@ from videox_fun.data.metadata import (
     FILE_SCHEMA,
     TEXT_SCHEMA,
     RowSchema,
+    RowStore,
     is_video,
     load_rows,
     repeat_videos,
 )
-from videox_fun.data.probe import decode_in_own_process, is_suspect, probe_media
+from videox_fun.data.probe import decode_in_own_process, frames_at_rate, is_suspect, probe_media
 from videox_fun.data.resize import resize_frame
 from videox_fun.data.transforms import first_frame_as_image, square_frames, square_image
 from videox_fun.data.utils import padding_image
@@ -65,21 +66,25 @@ class AnnotatedDataset(Dataset):
 
     def __init__(
         self,
-        ann_path: str,
+        ann_path: str | RowStore,
         *,
         data_root: str | None,
         schema: RowSchema,
         video_repeat: int = 0,
         upstream_compat: bool = False,
         max_data_errors: int | None = None,
+        data_format: str = "auto",
+        id_token: str | None = None,
     ) -> None:
-        rows = load_rows(ann_path, schema=schema, upstream_compat=upstream_compat)
-        self.ann_path = str(ann_path)
+        rows = load_rows(ann_path, schema=schema, upstream_compat=upstream_compat, data_format=data_format,
+                         id_token=id_token)  # fmt: skip
+        self.ann_path = "rows" if isinstance(ann_path, RowStore) else str(ann_path)
         self.data_root = data_root
         self.upstream_compat = upstream_compat
         self.dataset = repeat_videos(rows, video_repeat)
         self.length = len(self.dataset)
-        kinds = np.fromiter((is_video(row) for row in rows), dtype=bool, count=len(rows))
+        kinds = np.zeros(rows.source_rows, dtype=bool)
+        kinds[[rows.source_row(index) for index, row in enumerate(rows) if is_video(row)]] = True
         self.bad_rows = BadRows(source=self.ann_path, video_rows=kinds, max_errors=max_data_errors)
         logger.info("%s: %d rows, %d items", ann_path, len(rows), self.length)
 
@@ -148,17 +153,14 @@ class ImageVideoDataset(AnnotatedDataset):
         return_file_name: bool = False,
         *,
         mask_image_start_only: bool = False,
-        upstream_compat: bool = False,
-        max_data_errors: int | None = None,
+        video_sample_fps: float | None = None,
+        **reading: Any,
     ) -> None:
         super().__init__(
-            ann_path,
-            data_root=data_root,
-            schema=self.schema,
-            video_repeat=video_repeat,
-            upstream_compat=upstream_compat,
-            max_data_errors=max_data_errors,
+            ann_path, data_root=data_root, schema=self.schema, video_repeat=video_repeat, **reading
         )
+        #: Frames per second that clips are sampled at, by their time stamps; ``None`` counts frames by the stride.
+        self.video_sample_fps = video_sample_fps
         self.video_sample_size = _pair(video_sample_size)
         self.image_sample_size = _pair(image_sample_size)
         self.video_sample_stride = video_sample_stride
@@ -225,15 +227,28 @@ class ImageVideoDataset(AnnotatedDataset):
             return reader.read(indices, transform=self._shrink), indices, length
 
     def draw_indices(self, length: int, name: str) -> np.ndarray:
-        first, last, span, count = self._start_range(length, name)
-        start = random.randint(first, last) if span != int(self.video_length_drop_end * length) else 0
-        return np.linspace(*self._between(self._nearest_start(start, first, last), span), count, dtype=int)
+        places = self._places(length, name)
+        first, last, span, count = self._start_range(len(places), name)
+        start = random.randint(first, last) if span != int(self.video_length_drop_end * len(places)) else 0
+        return places[np.linspace(*self._between(self._nearest_start(start, first, last), span), count, dtype=int)]
 
     def possible_indices(self, length: int, name: str) -> list[np.ndarray]:
         """Every outcome of ``draw_indices``."""
-        first, last, span, count = self._start_range(length, name)
+        places = self._places(length, name)
+        first, last, span, count = self._start_range(len(places), name)
         starts = sorted({self._nearest_start(start, first, last) for start in range(first, last + 1)})
-        return [np.linspace(*self._between(start, span), count, dtype=int) for start in starts]
+        return [places[np.linspace(*self._between(start, span), count, dtype=int)] for start in starts]
+
+    def _places(self, length: int, name: str) -> np.ndarray:
+        """The frames to sample from: all of the first ``length``, or those shown at the ticks of a rate."""
+        if self.video_sample_fps is None:
+            return np.arange(length)
+        ticks = frames_at_rate(self.path_of(name), self.video_sample_fps)
+        return ticks[ticks < length]
+
+    @property
+    def _stride(self) -> int:
+        return self.video_sample_stride if self.video_sample_fps is None else 1
 
     def _start_range(self, length: int, name: str) -> tuple[int, int, int, int]:
         """``(first start, last start, frames spanned, frames read)``."""
@@ -241,15 +256,15 @@ class ImageVideoDataset(AnnotatedDataset):
         count = sampled_frames(
             length,
             n_frames=self.video_sample_n_frames,
-            stride=self.video_sample_stride,
+            stride=self._stride,
             start=start_ratio,
             end=end_ratio,
             upstream_compat=self.upstream_compat,
         )
         if count == 0:
-            raise ValueError(f"{name}: {length} frame(s) are too few at stride {self.video_sample_stride}")
+            raise ValueError(f"{name}: {length} frame(s) are too few at stride {self._stride}")
         end = int(end_ratio * length)
-        span = min(end, (count - 1) * self.video_sample_stride + 1)
+        span = min(end, (count - 1) * self._stride + 1)
         return (int(start_ratio * end), end - span, span, count) if end != span else (0, 0, span, count)
 
     @staticmethod
@@ -433,17 +448,9 @@ class TextDataset(AnnotatedDataset):
         self,
         ann_path: str,
         text_drop_ratio: float = 0.0,
-        *,
-        upstream_compat: bool = False,
-        max_data_errors: int | None = None,
+        **reading: Any,
     ) -> None:
-        super().__init__(
-            ann_path,
-            data_root=None,
-            schema=TEXT_SCHEMA,
-            upstream_compat=upstream_compat,
-            max_data_errors=max_data_errors,
-        )
+        super().__init__(ann_path, data_root=None, schema=TEXT_SCHEMA, **reading)
         self.text_drop_ratio = text_drop_ratio
 
     def read_item(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
@@ -457,17 +464,9 @@ class ImageVideoSafetensorsDataset(AnnotatedDataset):
         self,
         ann_path: str,
         data_root: str | None = None,
-        *,
-        upstream_compat: bool = False,
-        max_data_errors: int | None = None,
+        **reading: Any,
     ) -> None:
-        super().__init__(
-            ann_path,
-            data_root=data_root,
-            schema=FILE_SCHEMA,
-            upstream_compat=upstream_compat,
-            max_data_errors=max_data_errors,
-        )
+        super().__init__(ann_path, data_root=data_root, schema=FILE_SCHEMA, **reading)
 
     def read_item(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
         from safetensors.torch import load_file

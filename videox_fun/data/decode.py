@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from videox_fun.data.storage import fs_path, is_plain_file, open_media
+
 VIDEO_READER_TIMEOUT = 20
 
 VIDEO_EXTENSIONS = frozenset(
@@ -48,16 +50,6 @@ def media_kind(path: str | Path) -> str | None:
     return "image" if suffix in IMAGE_EXTENSIONS else None
 
 
-def fs_path(path: str | Path) -> str | bytes:
-    """The path as the operating system takes it: bytes where the locale cannot express the name."""
-    text = str(path)
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape")
-    return text
-
-
 class VideoReader(AbstractContextManager):
     """Random access to the frames of one clip. Use it as a context manager."""
 
@@ -77,7 +69,7 @@ class VideoReader(AbstractContextManager):
         self._container: Any = None
         self._start_clock()
         # The handle gives a plain OSError for a missing file, and carries names that FFmpeg could not be told.
-        self._handle = open(fs_path(path), "rb")
+        self._handle = open_media(path)
         try:
             self._open(num_threads)
         except BaseException:
@@ -88,7 +80,8 @@ class VideoReader(AbstractContextManager):
         import av
 
         try:
-            source = self.path if isinstance(fs_path(self.path), str) else self._handle
+            by_name = is_plain_file(self.path) and isinstance(fs_path(self.path), str)
+            source = self.path if by_name else self._handle
             self._container = av.open(source, metadata_errors="ignore")
             if not self._container.streams.video:
                 raise DecodeError(f"{self.path}: no video stream in this file")
@@ -119,7 +112,9 @@ class VideoReader(AbstractContextManager):
         return "mp4" in self._container.format.name.split(",")
 
     def _check_cut_off(self, end: int) -> None:
-        size = os.fstat(self._handle.fileno()).st_size
+        at = self._handle.tell()
+        size = self._handle.seek(0, os.SEEK_END)
+        self._handle.seek(at)
         if end > size:
             raise DecodeError(f"{self.path}: the file is cut off ({size} bytes, its index reaches to {end})")
 
@@ -309,7 +304,7 @@ def load_image(
 
     With ``upstream_compat`` only ``convert("RGB")`` is done.
     """
-    with open(fs_path(path), "rb") as handle, Image.open(handle) as opened:
+    with open_media(path) as handle, Image.open(handle) as opened:
         if upstream_compat:
             return opened.convert("RGB")
         image = ImageOps.exif_transpose(opened)
@@ -324,7 +319,7 @@ def load_image(
 
 def image_size(path: str | Path, *, upstream_compat: bool = False) -> tuple[int, int]:
     """``(height, width)`` of a picture from its header, after the orientation tag."""
-    with open(fs_path(path), "rb") as handle, Image.open(handle) as image:
+    with open_media(path) as handle, Image.open(handle) as image:
         width, height = image.size
         turned = not upstream_compat and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)

@@ -123,3 +123,10 @@ def sampled_frames(
         return min(n_frames, int(length * (end - start) // stride))
     usable = int(end * length) - int(start * length)
     return min(n_frames, (usable - 1) // stride + 1) if usable > 0 else 0
+
+
+def resampled_length(length: int, *, fps: float, rate: float | None) -> int:
+    """Frames of a clip at ``rate`` per second; unchanged without a rate or when the clip's own is unknown."""
+    if rate is None or fps <= 0 or length < 1:
+        return length
+    return int((length - 1) / fps * rate + 1e-6) + 1

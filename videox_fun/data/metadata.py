@@ -1,7 +1,7 @@
 """Annotation files: reading, checking, and keeping the rows.
 
-Rows come from ``.json`` (a list of objects), ``.jsonl``, ``.csv`` or a folder of media with side-car ``NAME.txt``
-captions, always read as UTF-8. Every row is checked before anything else is loaded: a missing or misspelt key, an
+Rows come from ``.json`` (a list of objects), ``.jsonl`` or ``.csv``, always read as UTF-8, or from the other sources
+of ``data.formats``. Every row is checked before anything else is loaded: a missing or misspelt key, an
 empty value or an impossible size is reported with the row number and the nearest valid key. The kind of a row follows
 its file: a still is a picture and a clip is a video, whatever ``type`` says or does not say.
 
@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from videox_fun.data.decode import fs_path, media_kind
+from videox_fun.data.decode import media_kind
+from videox_fun.data.formats import Source, detect_format, read_lists, read_shards, with_id_token
+from videox_fun.data.storage import DATA_FORMATS, fs_path
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +40,16 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
+#: What every row may say about its file; ``videox-data convert`` fills it in.
+_FACTS = ("type", "width", "height", "frames", "fps")
+
+
 @dataclass(frozen=True)
 class RowSchema:
     """The keys that a dataset class reads."""
 
     required: tuple[str, ...] = ("file_path", "text")
-    optional: tuple[str, ...] = ("type", "width", "height", "control_file_path", "object_file_path")
+    optional: tuple[str, ...] = (*_FACTS, "control_file_path", "object_file_path")
     nullable: tuple[str, ...] = ()
 
     @property
@@ -52,10 +58,10 @@ class RowSchema:
 
 
 TEXT_SCHEMA = RowSchema(required=("text",), optional=())
-FILE_SCHEMA = RowSchema(required=("file_path",), optional=("text", "type", "width", "height"))
+FILE_SCHEMA = RowSchema(required=("file_path",), optional=("text", *_FACTS))
 CONTROL_SCHEMA = RowSchema(
     required=("file_path", "text", "control_file_path"),
-    optional=("type", "width", "height", "object_file_path"),
+    optional=(*_FACTS, "object_file_path"),
     nullable=("control_file_path",),
 )
 
@@ -109,33 +115,58 @@ def repeat_videos(rows: RowStore, video_repeat: int) -> RowStore:
 
 
 def load_rows(
-    path: str | Path, *, schema: RowSchema = RowSchema(), upstream_compat: bool = False
+    path: str | Path | RowStore,
+    *,
+    schema: RowSchema = RowSchema(),
+    upstream_compat: bool = False,
+    data_format: str = "auto",
+    id_token: str | None = None,
 ) -> RowStore:
-    """Read and check an annotation file (or a folder). Raises ``ValueError`` that names rows, keys and fixes."""
-    source = str(path)
-    location = Path(source)
-    if location.is_dir():
-        return RowStore(rows_of_folder(location))
-    if not location.is_file():
-        raise ValueError(_not_found(location))
-    rows, where = _read(location)
-    if not rows:
-        raise ValueError(f"{source}: the annotation file has no rows")
-    problems = check_rows(rows, schema=schema, where=where)
-    if problems and (not upstream_compat or len({line.split(":")[0] for line in problems}) == len(rows)):
-        raise ValueError(_list(f"{source}: {len(problems)} problem(s) in the annotation file", problems))
+    """Read and check an annotation (see ``data.formats``). Raises ``ValueError`` that names rows, keys and fixes.
+
+    Rows that were read and checked before are returned as they are.
+    """
+    if isinstance(path, RowStore):
+        return path
+    source = read_source(path, data_format=data_format)
+    if not source.rows:
+        raise ValueError(f"{path}: the annotation file has no rows")
+    problems = check_rows(source.rows, schema=schema, where=source.name)
+    if problems and (not upstream_compat or len({line.split(":")[0] for line in problems}) == len(source.rows)):
+        raise ValueError(_list(f"{path}: {len(problems)} problem(s) in the annotation file", problems))
     for line in problems:
-        logger.warning("%s: %s", source, line)
+        logger.warning("%s: %s", path, line)
     if not upstream_compat:
-        _follow_the_file(rows, where)
-    return RowStore(rows)
+        follow_the_file(source.rows, source.name)
+    return RowStore(with_id_token(source.rows, id_token))
 
 
-def _read(location: Path) -> tuple[list[Any], Callable[[int], str]]:
+def read_source(path: str | Path, *, data_format: str = "auto") -> Source:
+    """The rows of an annotation file, a folder or shards as they are written there, unchecked."""
+    text = str(path)
+    if data_format not in DATA_FORMATS:
+        raise ValueError(f"--data_format must be one of {', '.join(DATA_FORMATS)}, got {data_format!r}")
+    found = detect_format(text) if data_format == "auto" else data_format
+    if found == "webdataset":
+        return read_shards(text)
+    location = Path(text)
+    if not location.exists():
+        raise ValueError(_not_found(location))
+    if found == "cogvideo":
+        return read_lists(text)
+    if found == "folder":
+        return Source(rows_of_folder(location))
+    if not location.is_file():
+        raise ValueError(f"{location}: expected an annotation file ({', '.join(FORMATS)}), this is a folder; "
+                         "--data_format cogvideo, folder or webdataset read folders")  # fmt: skip
+    return _read(location)
+
+
+def _read(location: Path) -> Source:
     suffix = location.suffix.lower()
     with open(fs_path(location), encoding="utf-8-sig", newline="") as handle:
         if suffix == ".csv":
-            return [_drop_blank_cells(row) for row in csv.DictReader(handle)], lambda index: f"row {index + 1}"
+            return _read_csv(location, handle)
         if suffix == ".jsonl":
             return _read_jsonl(location, handle)
         if suffix != ".json":
@@ -148,10 +179,17 @@ def _read(location: Path) -> tuple[list[Any], Callable[[int], str]]:
             raise ValueError(f"{location}: not valid JSON at line {error.lineno}: {error.msg}") from error
     if not isinstance(rows, list):
         raise ValueError(f"{location}: a .json annotation is a list of objects, this is a {type(rows).__name__}")
-    return rows, lambda index: f"row {index + 1}"
+    return Source(rows)
 
 
-def _read_jsonl(location: Path, lines: Iterable[str]) -> tuple[list[Any], Callable[[int], str]]:
+def _read_csv(location: Path, handle: Iterable[str]) -> Source:
+    try:
+        return Source([_drop_blank_cells(row) for row in csv.DictReader(handle)])
+    except csv.Error as error:
+        raise ValueError(f"{location}: not a readable csv file ({error})") from error
+
+
+def _read_jsonl(location: Path, lines: Iterable[str]) -> Source:
     rows, numbers = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -161,7 +199,7 @@ def _read_jsonl(location: Path, lines: Iterable[str]) -> tuple[list[Any], Callab
         except json.JSONDecodeError as error:
             raise ValueError(f"{location}: line {number} is not valid JSON: {error.msg}") from error
         numbers.append(number)
-    return rows, lambda index: f"row {index + 1} (line {numbers[index]})"
+    return Source(rows, [f"row {index + 1} (line {number})" for index, number in enumerate(numbers)])
 
 
 def _drop_blank_cells(row: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +234,12 @@ def _row_problems(row: dict[str, Any], schema: RowSchema) -> Iterator[str]:
             yield f"{key!r} must be a path, got {row[key]!r}"
         elif key == "text" and not isinstance(row[key], str):
             yield f"{key!r} must be a string, got {row[key]!r}"
-    for key in ("width", "height"):
+    for key in (key for key in row if isinstance(key, str) and key.endswith("_path") and key in schema.known):
+        if isinstance(row[key], str) and not is_path(row[key]):
+            yield f"{key!r} holds characters that no file name can hold: {row[key]!r}"
+        elif row[key] is not None and key not in ("file_path", "object_file_path") and not isinstance(row[key], str):
+            yield f"{key!r} must be a path, got {row[key]!r}"
+    for key in ("width", "height", "frames"):
         if row.get(key) not in (None, "") and to_size(row[key]) is None:
             yield f"{key!r} must be a positive whole number, got {row[key]!r} (or leave it out: the file is probed)"
     objects = row.get("object_file_path")
@@ -205,12 +248,26 @@ def _row_problems(row: dict[str, Any], schema: RowSchema) -> Iterator[str]:
 
 
 def to_size(value: Any) -> int | None:
-    """A pixel count from a number or a numeric string."""
+    """A count from a number or a numeric string."""
+    number = to_rate(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+def to_rate(value: Any) -> float | None:
+    """A positive number from a number or a numeric string."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return int(number) if number > 0 and number == int(number) else None
+    return number if 0 < number < float("inf") else None
+
+
+def is_path(text: str) -> bool:
+    """Whether the text can name a file at all."""
+    try:
+        return b"\0" not in text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
 
 
 def _nearest(name: str, schema: RowSchema) -> str | None:
@@ -234,7 +291,8 @@ def _warn_misspelt(rows: Sequence[Any], schema: RowSchema, where: Callable[[int]
                 logger.warning("%s: unknown key %r is ignored; did you mean %r?", where(index), key, guess)
 
 
-def _follow_the_file(rows: list[dict[str, Any]], where: Callable[[int], str]) -> None:
+def follow_the_file(rows: list[dict[str, Any]], where: Callable[[int], str]) -> None:
+    """Set ``type`` by the file's ending, and say where it differed."""
     changed: dict[str, list[str]] = {}
     for index, row in enumerate(rows):
         kind = media_kind(row["file_path"]) if "file_path" in row else None
@@ -265,7 +323,11 @@ def rows_of_folder(folder: Path) -> list[dict[str, Any]]:
             "captions, or give an annotation file (.json, .jsonl, .csv) to --train_data_meta."
         )
     return [
-        {"file_path": str(path), "text": captions[path].read_text("utf-8-sig").strip(), "type": media_kind(path)}
+        {
+            "file_path": str(path.absolute()),
+            "text": captions[path].read_text("utf-8-sig").strip(),
+            "type": media_kind(path),
+        }
         for path in media
     ]
 

@@ -27,7 +27,7 @@ from videox_fun.data.dataset_image_video import (
     TextDataset,
 )
 from videox_fun.data.fields import CameraField, ControlField, InpaintField, ReferenceField, SubjectField
-from videox_fun.data.metadata import explain_missing_meta
+from videox_fun.data.metadata import RowStore, explain_missing_meta
 from videox_fun.data.summary import DataSummary, summarize
 
 KINDS = ("image_video", "control", "vace", "text", "safetensors")
@@ -49,9 +49,11 @@ class DataOptions:
         max_data_errors: stop when more different rows than this cannot be read.
         bucket_mode: "upstream", "complete" or "balanced" (``batch_plan``). model_width: hidden size of the denoiser,
             for the cost of attention in the mode "balanced".
+        data_format, id_token: see ``data.formats``. video_sample_fps: sample clips at this rate by their time stamps,
+            whatever the stride.
     """
 
-    train_data_meta: str | None = None
+    train_data_meta: str | RowStore | None = None
     train_data_dir: str | None = None
     train_batch_size: int = 1
     video_sample_size: int = 512
@@ -83,6 +85,9 @@ class DataOptions:
     max_data_errors: int | None = None
     bucket_mode: str = "upstream"
     model_width: int = 1536
+    data_format: str = "auto"
+    id_token: str | None = None
+    video_sample_fps: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -90,6 +95,9 @@ class DataOptions:
         for name in ("train_batch_size", "video_sample_n_frames", "video_sample_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.video_sample_fps is not None and (self.video_sample_fps <= 0 or self.upstream_compat):
+            raise ValueError("--video_sample_fps is a positive number of frames per second, and VideoX-Fun has no such "
+                             f"setting to be compatible with; got {self.video_sample_fps}")  # fmt: skip
         if self.bucket_mode not in BUCKET_MODES:
             raise ValueError(f"--bucket_mode must be one of {', '.join(BUCKET_MODES)}, got {self.bucket_mode!r}")
         if self.upstream_compat and self.bucket_mode != "upstream":
@@ -188,7 +196,8 @@ def build_data(
 
 
 def _build_dataset(options: DataOptions) -> Any:
-    common = {"upstream_compat": options.upstream_compat, "max_data_errors": options.max_data_errors}
+    common = {"upstream_compat": options.upstream_compat, "max_data_errors": options.max_data_errors,
+              "data_format": options.data_format, "id_token": options.id_token}  # fmt: skip
     if options.kind == "text":
         return TextDataset(options.train_data_meta, text_drop_ratio=0.0, **common)
     if options.kind == "safetensors":
@@ -203,6 +212,7 @@ def _build_dataset(options: DataOptions) -> Any:
         "enable_bucket": options.enable_bucket,
         "enable_inpaint": options.inpaint,
         "mask_image_start_only": options.mask_image_start_only,
+        "video_sample_fps": options.video_sample_fps,
         **common,
     }
     if options.kind == "image_video":

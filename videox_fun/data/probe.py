@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from videox_fun.data.decode import DecodeError, VideoReader, fs_path, image_size
+import numpy as np
+
+from videox_fun.data.decode import DecodeError, VideoReader, image_size
+from videox_fun.data.storage import fs_path, media_stat
 
 _CHILD = """
 import sys
@@ -38,8 +41,7 @@ class MediaInfo:
 
 def probe_media(path: str | Path, *, kind: str, upstream_compat: bool = False) -> MediaInfo:
     """Probe ``path`` as ``kind`` ("video" or "image"). Raises ``DecodeError`` or ``OSError`` with the file's name."""
-    status = os.stat(fs_path(path))
-    return _probe(str(path), kind, upstream_compat, status.st_size, status.st_mtime_ns)
+    return _probe(str(path), kind, upstream_compat, *media_stat(path))
 
 
 @lru_cache(maxsize=65536)
@@ -57,6 +59,26 @@ def _probe(path: str, kind: str, upstream_compat: bool, size: int, _mtime: int) 
         return MediaInfo("video", height, width, frames, reader.fps, suspect)
 
 
+def frames_at_rate(path: str | Path, rate: float) -> np.ndarray:
+    """The frame nearest in time to each tick of ``rate`` per second, from the first frame to the last."""
+    return _frames_at_rate(str(path), rate, *media_stat(path))
+
+
+@lru_cache(maxsize=4096)
+def _frames_at_rate(path: str, rate: float, _size: int, _mtime: int) -> np.ndarray:
+    with VideoReader(path) as reader:
+        if reader.times is not None:
+            times = np.asarray(reader.times) - reader.times[0]
+        elif reader.fps > 0:
+            times = np.arange(len(reader)) / reader.fps
+        else:
+            raise DecodeError(f"{path}: has neither time stamps nor a frame rate, so --video_sample_fps cannot be met")
+    ticks = np.arange(int(times[-1] * rate + 1e-6) + 1) / rate
+    after = np.searchsorted(times, ticks - 1e-6).clip(0, len(times) - 1)
+    before = (after - 1).clip(0)
+    return np.where(ticks - times[before] <= times[after] - ticks, before, after)
+
+
 def is_suspect(reader: VideoReader) -> bool:
     """Whether the header of the clip contradicts its packets."""
     return reader.header_frames not in (0, len(reader))
@@ -64,8 +86,7 @@ def is_suspect(reader: VideoReader) -> bool:
 
 def decode_in_own_process(path: str | Path, *, timeout: float = 120.0) -> int:
     """Decode the whole clip in a child process and return the number of frames. Raises ``DecodeError``."""
-    status = os.stat(fs_path(path))
-    return _decode_apart(str(path), status.st_size, status.st_mtime_ns, timeout)
+    return _decode_apart(str(path), *media_stat(path), timeout)
 
 
 @lru_cache(maxsize=4096)

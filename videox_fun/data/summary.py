@@ -28,10 +28,11 @@ from videox_fun.data.geometry import (
     floor_to,
     get_closest_ratio,
     legal_frames,
+    resampled_length,
     sampled_frames,
     scaled,
 )
-from videox_fun.data.metadata import is_video, to_size
+from videox_fun.data.metadata import is_video, to_rate, to_size
 from videox_fun.data.probe import MediaInfo, probe_media
 from videox_fun.data.resize import short_side_size
 from videox_fun.data.transforms import short_side_resize
@@ -194,15 +195,18 @@ def _describe(
     buckets: Counter[str] = Counter()
     short: list[str] = []
     differing: list[str] = []
+    known: list[MediaInfo] = []
     for number, row in rows.items():
         if number in summary.dropped:
             continue
-        info, kind = infos.get(number), "video" if is_video(row) else "image"
+        opened, kind = infos.get(number), "video" if is_video(row) else "image"
+        info = opened or info_of_row(row)
         said = (to_size(row.get("height")), to_size(row.get("width")))
         size = (info.height, info.width) if info is not None else said
-        if info is not None and None not in said and said != size:
+        if opened is not None and None not in said and said != size:
             differing.append(f"row {number + 1} ({row['file_path']}): metadata {said[1]}x{said[0]}, file "
                              f"{size[1]}x{size[0]} (width x height)")  # fmt: skip
+        known += [info] if info is not None else []
         frames = _sampled(info, kind, options)
         if frames == 0:
             summary.dropped[number] = f"{row['file_path']}: {info.frames} frame(s), too short"
@@ -218,7 +222,7 @@ def _describe(
         SizeGroup(kind, height, width, frames, count, list(outcomes(kind, height, width, frames, options)))
         for (kind, height, width, frames), count in sorted(groups.items(), key=lambda entry: -entry[1])
     ]
-    summary.warnings += _warnings(summary, options, short=short, differing=differing, infos=infos)
+    summary.warnings += _warnings(summary, options, short=short, differing=differing, known=known)
 
 
 def _sampled(info: MediaInfo | None, kind: str, options: DataOptions) -> int:
@@ -226,12 +230,27 @@ def _sampled(info: MediaInfo | None, kind: str, options: DataOptions) -> int:
         return 1
     if info is None:
         return options.video_sample_n_frames
+    return frames_read(info.frames, info.fps, options)
+
+
+def frames_read(length: int, fps: float, options: DataOptions) -> int:
+    """How many frames of a clip are read; 0 when it is too short."""
+    rate = options.video_sample_fps
     return sampled_frames(
-        info.frames,
+        resampled_length(length, fps=fps, rate=rate),
         n_frames=options.video_sample_n_frames,
-        stride=options.video_sample_stride,
+        stride=options.video_sample_stride if rate is None else 1,
         upstream_compat=options.upstream_compat,
     )
+
+
+def info_of_row(row: dict[str, Any]) -> MediaInfo | None:
+    """What a row says about its file, when it says enough."""
+    height, width, frames = (to_size(row.get(key)) for key in ("height", "width", "frames"))
+    video = is_video(row)
+    if height is None or width is None or (video and frames is None):
+        return None
+    return MediaInfo("video" if video else "image", height, width, frames or 1, to_rate(row.get("fps")) or 0.0)
 
 
 def _bucket_name(kind: str, size: Sequence[Any]) -> str:
@@ -285,7 +304,7 @@ def _warnings(
     *,
     short: list[str],
     differing: list[str],
-    infos: dict[int, MediaInfo],
+    known: list[MediaInfo],
 ) -> list[str]:
     found: list[str] = []
     if short:
@@ -300,12 +319,17 @@ def _warnings(
         rows, (group, scale) = sum(group.rows for group, _ in enlarged), max(enlarged, key=lambda entry: entry[1])
         found.append(f"{rows} row(s) may be enlarged, up to x{scale:.2f} ({group.kind} {group.height}x{group.width}): "
                      "enlarged pictures are blurred; lower --image_sample_size or --video_sample_size")  # fmt: skip
-    rates = Counter(round(info.fps, 1) for info in infos.values() if info.kind == "video" and info.fps > 0)
-    if rates and max(rates) > 1.2 * min(rates):
+    rates = Counter(round(info.fps, 1) for info in known if info.kind == "video" and info.fps > 0)
+    slow = sum(count for rate, count in rates.items() if rate < (options.video_sample_fps or 0) * 0.99)
+    if slow:
+        found.append(f"{slow} clip(s) have fewer frames per second than --video_sample_fps "
+                     f"{options.video_sample_fps:g}: some of their frames are shown twice")  # fmt: skip
+    if options.video_sample_fps is None and rates and max(rates) > 1.2 * min(rates):
         listed = ", ".join(f"{rate:g} fps ({count})" for rate, count in sorted(rates.items()))
         span = options.video_sample_stride
         found.append(f"frame rates are mixed: {listed}. --video_sample_stride {span} counts frames, so one step is "
-                     f"{span / max(rates):.3f} s to {span / min(rates):.3f} s and motion differs in speed")  # fmt: skip
+                     f"{span / max(rates):.3f} s to {span / min(rates):.3f} s and motion differs in speed; "
+                     "--video_sample_fps samples by time")  # fmt: skip
     if options.inpaint and summary.groups and all(group.frames == 1 for group in summary.groups):
         found.append("every row has one frame: an image-to-video model learns no motion from stills")
     small = [f"{name} ({count})" for name, count in summary.buckets.items() if count < options.train_batch_size]

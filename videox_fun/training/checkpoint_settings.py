@@ -31,7 +31,7 @@ _DATA = ("train_batch_size", "gradient_accumulation_steps", "enable_bucket", "vi
          "token_sample_size", "video_sample_stride", "video_sample_n_frames", "video_repeat", "random_ratio_crop",
          "fix_sample_size", "random_hw_adapt", "training_with_video_token_length", "random_frame_crop",
          "auto_tile_batch_size", "keep_all_node_same_token_length", "text_drop_ratio", "tokenizer_max_length",
-         "enable_text_encoder_in_dataloader")
+         "enable_text_encoder_in_dataloader", "video_sample_fps", "id_token")
 _OBJECTIVE = ("train_mode", "uniform_sampling", "train_sampling_steps", "weighting_scheme", "logit_mean", "logit_std",
               "mode_scale", "motion_sub_loss", "motion_sub_loss_ratio", "boundary_type", "control_ref_image",
               "gen_update_interval", "real_guidance_scale", "fake_guidance_scale", "denoising_step_indices_list")

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from videox_fun.data.storage import DATA_FORMATS
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -222,6 +224,12 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--bucket_mode", "Batches of an epoch: upstream keeps rows that fill no batch for later; complete "
                "sees every row once; balanced also lets ranks work on batches of like cost.", default="upstream",
                choices=["upstream", "complete", "balanced"]),
+        _value("--data_format", "What --train_data_meta is: an annotation file, a folder of lists (prompts.txt, "
+               "videos.txt), a folder of clips with NAME.txt, or tar shards; auto looks at it.", default="auto",
+               choices=list(DATA_FORMATS)),
+        _value("--id_token", "Word put in front of every caption and validation prompt, for a concept to bind to."),
+        _value("--video_sample_fps", "Sample clips at this many frames per second, by their time stamps, instead of "
+               "every n-th frame.", float),
         _value("--prefetch_factor", "Batches that each loader worker reads ahead (2 unless given).", int),
         _switch("--allow_partial_load", "Train although weights are missing from the checkpoint or left over."),
         _switch("--allow_resume_changes", "Resume although settings of the saved run differ."),

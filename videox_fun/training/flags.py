@@ -159,6 +159,8 @@ def parse_args(spec: ScriptSpec, argv: Sequence[str] | None = None, *, check_pat
             flag_checks.check_paths(args)
     except ValueError as error:
         parser.error(str(error))
+    if getattr(args, "id_token", None) and getattr(args, "validation_prompts", None):
+        args.validation_prompts = [f"{args.id_token} {prompt}".strip() for prompt in args.validation_prompts]
     if os.environ.get("RANK", "0") == "0":
         _warn(args, spec, parser)
     return args

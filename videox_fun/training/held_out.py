@@ -41,6 +41,7 @@ def build_held_out(ctx: RunContext, recipe: Recipe) -> HeldOutLoss | None:
         "train_data_meta": ctx.args.validation_data_meta,
         "train_data_dir": ctx.args.validation_data_dir or ctx.args.train_data_dir,
         "train_batch_size": 1, "dataloader_num_workers": 0, "text_drop_ratio": 0.0, "video_repeat": 0,
+        "data_format": "auto",
         "enable_text_encoder_in_dataloader": False, "cache_latents": False, "cache_text": False,
     }
     own = dataclasses.replace(
