@@ -2,8 +2,9 @@
 
 Plain checkpointing keeps each block's input and computes everything else again in the backward.
 
-``--checkpointing_keep attention``  also keeps what attention computed, so that only the rest is computed again. One
-    more tensor of a block's input size per attention; for long clips attention is most of a block's work.
+``--checkpointing_keep attention``  also keeps what self-attention computed, so that only the rest is computed again.
+    One more tensor of the size of a block's input; for long clips self-attention is most of a block's work. Attention
+    to fewer tokens than ask (the prompt) costs little and is computed again.
 ``--checkpointing_fraction 0.5``    recomputes that share of the blocks, spread evenly, and keeps all of the others.
 ``--checkpointing_budget_gb 20``    keeps as much as fits beside the inputs: attention's results first, which save most
     per byte, then whole blocks. What a block keeps is measured once per shape of its input, on the block itself.
@@ -34,13 +35,14 @@ _ANY = ("checkpointing_keep", "checkpointing_fraction", "checkpointing_budget_gb
 
 
 class CheckpointingPatch(PatchBase):
-    """Selective and fractional recomputation."""
+    """Row B2 of the audit."""
 
     name = "checkpointing"
+    row = "B2"
     stage = Stage.PRE_SHARD
     composable = frozenset({"*"})
     flags = (
-        PatchFlag("--checkpointing_keep", "Results that are kept, not recomputed.", type=str, choices=KEEP),
+        PatchFlag("--checkpointing_keep", "Keep what self-attention computed.", type=str, choices=KEEP),
         PatchFlag("--checkpointing_fraction", "Share of the blocks that is recomputed (0 to 1).", type=float),
         PatchFlag("--checkpointing_budget_gb", "GB for results that are kept beside the blocks' inputs.", type=float),
     )
@@ -220,7 +222,7 @@ class Recomputation:
     def _policy(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import CheckpointPolicy
 
-        if not is_attention(operator):
+        if not is_kept(operator, args):
             return CheckpointPolicy.PREFER_RECOMPUTE
         self.log.kept_results += not context.is_recompute
         return CheckpointPolicy.MUST_SAVE
@@ -230,6 +232,11 @@ def is_attention(operator: Any) -> bool:
     """Whether an operator computes attention (forward)."""
     name = operator.name() if hasattr(operator, "name") else str(operator)
     return any(part in name for part in _ATTENTION_OPS) and "backward" not in name
+
+
+def is_kept(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call is attention to at least as many tokens as ask."""
+    return is_attention(operator) and args[1].numel() >= args[0].numel()
 
 
 def measure(block: nn.Module, args: tuple[Any, ...]) -> Sizes:
@@ -244,7 +251,7 @@ def measure(block: nn.Module, args: tuple[Any, ...]) -> Sizes:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            if is_attention(func):
+            if is_kept(func, args):
                 sizes.attention += sum(leaf.nbytes for leaf in tree_leaves(out) if torch.is_tensor(leaf))
             return out
 

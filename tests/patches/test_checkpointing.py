@@ -10,7 +10,18 @@ from torch import nn
 
 from optim_patches.checkpointing import Plan, Sizes, is_attention, measure
 from optim_patches.registry import PatchManager, PatchRefused
-from tests.patches.wan import ADAPTERS, gradients, make_args, make_inputs, make_model, manage, train, trained, twins
+from tests.patches.wan import (
+    ADAPTERS,
+    SHAPES,
+    gradients,
+    make_args,
+    make_inputs,
+    make_model,
+    manage,
+    train,
+    trained,
+    twins,
+)
 from tests.unit import real_runs
 from tests.unit.real_runs import same_tensors
 
@@ -90,6 +101,16 @@ def test_kept_attention_is_not_computed_again():
     assert manager.outcome("checkpointing").evidence.facts["calls_kept_whole"] == LAYERS // 2
 
 
+def test_attention_to_the_prompt_is_computed_again():
+    """12 tokens ask 8 of the prompt: only self-attention is kept."""
+    model = prepared("full", layers=2)
+    manager = patched(model, **KEEP)
+    gradients(model, make_inputs(SHAPES[2]))
+    assert manager.outcome("checkpointing").evidence.facts["kept_results"] == 2
+    gradients(model, make_inputs(SHAPES[0]))
+    assert manager.outcome("checkpointing").evidence.facts["kept_results"] == 2 + 4
+
+
 def held(block: nn.Module, inputs: tuple[Any, ...]) -> int:
     """Bytes of storages that a block's graph keeps alive after its forward, weights and inputs aside."""
     kept: dict[int, torch.UntypedStorage] = {}
@@ -118,7 +139,7 @@ def test_measured_bytes_are_what_a_block_holds():
     sizes = measure(model.blocks[0], inputs)
     assert sizes.whole == held(model.blocks[0], inputs)
     tokens, dim = 8, 24
-    assert sizes.attention >= 2 * 2 * tokens * dim * 4  # two attentions, batch 2, fp32; and their statistics
+    assert sizes.attention >= 2 * 2 * tokens * dim * 4  # two attentions (the prompt is as long), batch 2, fp32
     assert sizes.attention < sizes.whole
 
 

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Case, Case, Case, Case]] = {
     "A6": (c("--use_came"), c(), c(gpu="RTX 4090", packages="came_pytorch"), c("--use_8bit_adam")),
     "B1": (c("--gradient_checkpointing"), c(), c(model=BIG), c("--selective_ac=0.5", script="wan2.1/train")),
     "B2": (c("--selective_ac=0.5", script="wan2.1/train"), c(script="wan2.1/train"),
-           c("--gradient_checkpointing", script="wan2.1/train", model="Wan2.1-1.3B"), c()),
+           c("--gradient_checkpointing", script="wan2.1/train", model="Wan2.1-1.3B"), c(target="upstream")),
     "B3": (c("--gradient_accumulation_steps=4"), c("--gradient_accumulation_steps=1"), c(),
            c(script="wan2.1/train_distill")),
     "C1": (c("--low_vram"), c(), c(model=BIG), c("--cache_latents --cache_text")),
@@ -201,6 +201,20 @@ def test_upstream_scripts_are_not_offered_our_flags() -> None:
     assert [edit.name for edit in rows["G1"].edits] == ["dataloader_num_workers"]
     own = {row.id: row for row in evaluate(make_facts())}
     assert [edit.name for edit in own["I1"].edits] == ["compile"]
+
+
+def test_what_checkpointing_may_keep() -> None:
+    def row(flags: str, **kwargs: Any) -> Any:
+        return evaluate_check(get_check("B2"), make_facts(f"--gradient_checkpointing {flags}", **kwargs))
+
+    assert row("--checkpointing_keep=attention").state is State.ENABLED
+    assert row("--checkpointing_budget_gb=8").reason.en == "--checkpointing_budget_gb 8"
+    assert [edit.name for edit in row("").edits] == ["checkpointing_fraction"]
+    assert row("--block_swap=20").edits == ()
+    long = row("--video_sample_n_frames=81 --video_sample_size=512", model=BIG, gpu="H200")
+    assert [edit.name for edit in long.edits] == ["checkpointing_keep"] and "tokens" in long.reason.en
+    old = row("", script="wan2.1/train", target="upstream")
+    assert [edit.name for edit in old.edits] == ["gradient_checkpointing", "selective_ac"]
 
 
 def test_config_files_alone_answer_the_sharding_rows(tmp_path) -> None:

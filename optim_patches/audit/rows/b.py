@@ -15,6 +15,10 @@ def fraction(f: Facts) -> float:
     return f.options.number("selective_ac") or 0.0
 
 
+KEPT = ("checkpointing_keep", "checkpointing_fraction", "checkpointing_budget_gb")
+LONG = 8192  # tokens from which self-attention is a large part of a block's work
+
+
 def _b1_blocked(f: Facts) -> Text | None:
     if fraction(f) > 0 and not f.options.on("gradient_checkpointing"):
         return T("fractional checkpointing is on instead", "已改用分数梯度检查点")
@@ -34,14 +38,15 @@ def _b1_advice(f: Facts) -> Advice | None:
 
 
 def _b2_blocked(f: Facts) -> Text | None:
-    if not f.accepts("selective_ac") and not f.calls("apply_checkpointing"):
+    if not any(f.accepts(name) for name in ("selective_ac", *KEPT)) and not f.calls("apply_checkpointing"):
         return T("this script has no fraction flag", "该脚本没有分数检查点参数")
     return None
 
 
 def _b2_enabled(f: Facts) -> Text | None:
     if f.options.on("gradient_checkpointing"):
-        return None
+        given = next((name for name in KEPT if f.options.given(name)), None)
+        return same(f"--{given} {f.options.text(given) or '?'}") if given else None
     if fraction(f) > 0:
         return same(f"--selective_ac {fraction(f):g}")
     return T("apply_checkpointing is called",
@@ -52,10 +57,17 @@ def _b2_advice(f: Facts) -> Advice | None:
     guess, memory = f.memory_guess, f.memory
     if f.goal == "memory" or guess is None or memory is None or not f.options.on("gradient_checkpointing"):
         return None
-    if guess < 0.4 * memory and not f.options.given("selective_ac"):
+    swapped = f.options.given("block_swap") or f.options.given("block_swap_gb")  # needs every block recomputed
+    if guess < 0.4 * memory and not f.options.given("selective_ac") and not swapped:
         reason = T("{0:.0f} GB card, about {1:.0f} GB used: recompute half of the blocks only",
                    "显卡 {0:.0f}GB，约用 {1:.0f}GB：只重计算一半的 block")  # fmt: skip
-        return Advice(reason.format(memory, guess), (drop("gradient_checkpointing"), put("selective_ac", 0.5)))
+        half = (put("checkpointing_fraction", 0.5),) if f.accepts("checkpointing_fraction") else (
+            drop("gradient_checkpointing"), put("selective_ac", 0.5))
+        return Advice(reason.format(memory, guess), half)
+    if guess < 0.7 * memory and f.tokens >= LONG and f.accepts("checkpointing_keep"):
+        reason = T("{0} tokens: keep what self-attention computed, one tensor per block",
+                   "{0} 个 Token：保留自注意力的结果，每个 block 多一个张量")  # fmt: skip
+        return Advice(reason.format(f.tokens), (put("checkpointing_keep", "attention"),))
     return None
 
 
@@ -88,7 +100,7 @@ ROWS = (
         _b1_advice, _b1_blocked, "P0", 90,
     ),
     Check(
-        "B2", T("fractional checkpointing", "分数梯度检查点"), ("selective_ac",),
+        "B2", T("fractional checkpointing", "分数梯度检查点"), ("selective_ac", *KEPT),
         T("checkpointed blocks equal the fraction of all blocks and are evenly spread",
           "检查点 block 数等于比例乘总数，且均匀分布"),
         T("between full recomputation and none: trades memory left over for speed",
