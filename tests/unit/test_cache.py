@@ -17,8 +17,7 @@ import torch
 from PIL import Image
 
 from tests.unit import real_runs
-from videox_fun.data import cache as caching
-from videox_fun.data import cache_cli
+from videox_fun.data import cache_cli, cache_plan, cache_sources
 from videox_fun.data.cache import LATENTS, TEXT, EncodingCache, known_frames
 from videox_fun.data.cache_store import CacheStore, FileFacts, read_entry
 from videox_fun.data.demo import encode_clip
@@ -173,13 +172,13 @@ def data_of(folder: Path, **options: Any):
 
 def test_pictures_and_clips_of_one_name_do_not_collide(tmp_path: Path) -> None:
     data, cache = data_of(media(tmp_path / "set")), make_cache(tmp_path / "cache")
-    caching.attach(cache, data, clip_starts=1)
-    plans = list(caching.planned(cache, data))
+    cache_sources.attach(cache, data, clip_starts=1)
+    plans = list(cache_plan.planned(cache, data))
     assert [(entry.name, entry.frames) for entry, _ in plans] == [("cat_01.png", 1), ("cat_01.mp4", 5),
                                                                    ("cat_01_0512.png", 1)]
     for number, (entry, facts) in enumerate(plans):
-        origin = caching.planned_origin(cache, data, entry, facts)
-        cache.write_clip(torch.full((2,), float(number)), origin, frames=entry.frames, height=32, width=32)
+        origin = cache_plan.planned_origin(cache, data, entry, facts)
+        cache.write(cache.entry(origin, frames=entry.frames, height=32, width=32), torch.full((2,), float(number)))
     for number, (entry, _) in enumerate(plans):
         batch = data.collate_fn([data.dataset[entry.item]])
         assert "pixel_values" not in batch and batch["moments"].tolist() == [[number, number]]
@@ -192,11 +191,11 @@ def test_a_changed_clip_size_or_model_is_another_entry(tmp_path: Path) -> None:
     def missing(**changes: Any) -> int:
         encoder = changes.pop("encoder", "vae")
         data, cache = data_of(folder, **changes), make_cache(tmp_path / "cache", latents=encoder)
-        caching.attach(cache, data, clip_starts=1)
-        for entry, facts in list(caching.planned(cache, data)) if fill else ():
-            origin = caching.planned_origin(cache, data, entry, facts)
-            cache.write_clip(torch.ones(2), origin, frames=entry.frames, height=entry.height, width=entry.width)
-        return caching.missing_clips(cache, data)[0]
+        cache_sources.attach(cache, data, clip_starts=1)
+        for entry, facts in list(cache_plan.planned(cache, data)) if fill else ():
+            origin = cache_plan.planned_origin(cache, data, entry, facts)
+            cache.write(cache.entry(origin, frames=entry.frames, height=entry.height, width=entry.width), torch.ones(2))
+        return cache_plan.coverage(cache, data).missing
 
     fill = True
     assert missing() == 0
@@ -213,8 +212,8 @@ def test_every_drawn_clip_is_planned(tmp_path: Path, seeded: None) -> None:
     folder = media(tmp_path / "set")
     for starts in (0, 2):
         data, cache = data_of(folder), make_cache(tmp_path / "cache")
-        caching.attach(cache, data, clip_starts=starts)
-        plan = {entry.indices for entry, _ in caching.planned(cache, data) if entry.video}
+        cache_sources.attach(cache, data, clip_starts=starts)
+        plan = {entry.indices for entry, _ in cache_plan.planned(cache, data) if entry.video}
         drawn = {tuple(data.dataset[1]["pixel_values"].origin["indices"]) for _ in range(60)}
         assert drawn == plan and len(plan) == (starts or 5)
 
@@ -225,15 +224,15 @@ def test_a_damaged_clip_is_met_by_the_dataset_not_by_the_collate(tmp_path: Path)
     (folder / "metadata.json").write_text(json.dumps(rows))
     (folder / "broken.mp4").write_bytes((folder / "cat_01.mp4").read_bytes()[:-200])
     data, cache = data_of(folder, text_drop_ratio=0.0), make_cache(tmp_path / "cache")
-    caching.attach(cache, data)
+    cache_sources.attach(cache, data)
     assert data.dataset[1]["text"] == "cat_01.mp4" and data.dataset.bad_rows.rows() == [1]
-    assert {entry.name for entry, _ in caching.planned(cache, data)} == {"cat_01.mp4"}
+    assert {entry.name for entry, _ in cache_plan.planned(cache, data)} == {"cat_01.mp4"}
 
 
 def test_captions_hold_the_empty_prompt_when_prompts_are_dropped(tmp_path: Path) -> None:
     folder = media(tmp_path / "set")
-    assert caching.captions(data_of(folder))[0] == "" and len(caching.captions(data_of(folder))) == 4
-    assert "" not in caching.captions(data_of(folder, text_drop_ratio=0.0))
+    assert cache_plan.captions(data_of(folder))[0] == "" and len(cache_plan.captions(data_of(folder))) == 4
+    assert "" not in cache_plan.captions(data_of(folder, text_drop_ratio=0.0))
 
 
 @pytest.mark.parametrize(

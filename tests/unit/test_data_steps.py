@@ -146,7 +146,7 @@ def test_fields_add_aligned_tensors() -> None:
 
 def test_references_prefer_the_first_frame() -> None:
     np.random.seed(0)
-    counts = Counter(ReferenceField.draw(9) for _ in range(600))
+    counts = Counter(ReferenceField.draw_index(9) for _ in range(600))
     assert 0.33 < counts[0] / 600 < 0.47 and len(counts) == 9
 
 

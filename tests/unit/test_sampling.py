@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from videox_fun import pipeline as pipelines
+from videox_fun.data.collate import Plan
 from videox_fun.data.fields import InpaintField
 from videox_fun.models.cache_utils import CachedSampling, TeaCache, get_teacache_coefficients
 from videox_fun.models.wan_transformer3d import WanTransformer3DModel
@@ -231,7 +232,7 @@ def test_case_121_masked_pixels_are_those_of_training() -> None:
     pixels = torch.rand(5, 3, 32, 32) * 2 - 1
     np.random.seed(1)
     batch: dict[str, list] = defaultdict(list)
-    InpaintField(image_start_only=False, with_clip=False)({}, pixels, None, batch)
+    InpaintField(image_start_only=False, with_clip=False)({}, pixels, Plan((32, 32), 5, (32, 32)), batch)
     mask, expected = batch["mask"][0], batch["mask_pixel_values"][0]
     pipe = make(WanFunInpaintPipeline, denoiser(36), clip_image_encoder=None)
     video = ((pixels + 1) / 2).transpose(0, 1)[None]

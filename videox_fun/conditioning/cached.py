@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache
+from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache, Entry, known_frames
 
 Encode = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,17 +25,43 @@ def sample_posterior(moments: torch.Tensor, *, mini_batch: int) -> torch.Tensor:
     return torch.cat([DiagonalGaussianDistribution(chunk).sample() for chunk in moments.split(mini_batch)])
 
 
-def batch_moments(cache: EncodingCache, batch: dict, *, encode: Encode, device: torch.device) -> torch.Tensor:
-    """Posteriors of a batch's clips: as the loader found them, or from the store, or encoded and stored."""
-    if "moments" in batch:
-        cache.count(LATENTS, hits=len(batch["moments"]))
-        return batch["moments"].to(device)
-    return clip_moments(cache, batch["source"], batch["pixel_values"], encode=encode)
+def batch_moments(
+    cache: EncodingCache, batch: dict, *, encode: Encode, device: torch.device, ready: str = "moments",
+    pixels: str = "pixel_values", source: str = "source", parts: Sequence[dict[str, Any] | None] | None = None,
+) -> torch.Tensor:
+    """Posteriors ``[B, 2C, T, h, w]`` of one of a batch's clips, as :func:`clip_moments` finds them.
+
+    ``ready``, ``pixels`` and ``source`` are the batch's keys: of posteriors that the loader found, of the clips, and of
+    where they come from. ``("control_moments", "control_pixel_values", "control_source")`` are those of control clips,
+    ``("masked_moments", "mask_pixel_values", "source")`` with :func:`masked_parts` those of masked ones,
+    ``("ref_moments", "ref_pixel_values", "source")`` with :func:`reference_parts` those of references.
+    """
+    if ready in batch:
+        cache.count(_counted(ready), hits=len(batch[ready]))
+        return batch[ready].to(device)
+    return clip_moments(cache, batch[source], batch[pixels], encode=encode, parts=parts, kind=_counted(ready))
+
+
+def _counted(ready: str) -> str:
+    return LATENTS if ready == "moments" else ready.removesuffix("_moments")
+
+
+def masked_parts(cache: EncodingCache, batch: dict) -> list[dict[str, Any] | None]:
+    """Names of a batch's masked clips; ``None`` for a mask that is not worth storing."""
+    if "mask_number" in batch:
+        return [cache.masked_part(source["name"], number)
+                for source, number in zip(batch["source"], batch["mask_number"], strict=True)]
+    return [cache.masked_part(known=known_frames(mask)) for mask in batch["mask"]]
+
+
+def reference_parts(cache: EncodingCache, batch: dict, *, padded: bool = False) -> list[dict[str, Any] | None]:
+    """Names of a batch's reference frames."""
+    return [cache.reference_part(int(index), padded=padded) for index in batch["clip_idx"]]
 
 
 def clip_moments(
     cache: EncodingCache, sources: Sequence[dict[str, Any]], pixels_BFCHW: torch.Tensor, *, encode: Encode,
-    masked: Sequence[tuple[int, int] | None] | None = None,
+    parts: Sequence[dict[str, Any] | None] | None = None, kind: str = LATENTS,
 ) -> torch.Tensor:
     """Posteriors ``[B, 2C, T, h, w]``.
 
@@ -44,25 +70,46 @@ def clip_moments(
         sources: where each clip comes from, as the collate says.
         pixels_BFCHW: the clips.
         encode: pixels to posteriors, one or more clips at a time.
-        masked: for masked clips, the known frames at both ends; ``None`` in it is a mask that is not worth storing.
+        parts: which part of its clip each is; ``None`` in it is not stored.
+        kind: the name it is counted under.
     """
     frames, height, width = pixels_BFCHW.shape[1], *pixels_BFCHW.shape[-2:]
-    geometry = [{"frames": frames, "height": height, "width": width} for _ in sources]
-    if masked is not None:
-        geometry = [{**place, "masked": tag} for place, tag in zip(geometry, masked, strict=True)]
-    stored = [tag is not None for tag in masked] if masked is not None else [True] * len(sources)
-    found: list[torch.Tensor | None] = [
-        cache.read_clip(source, **place) if keep else None
-        for source, place, keep in zip(sources, geometry, stored, strict=True)
-    ]
+    entries: list[Entry | None] = []
+    for source, part in zip(sources, parts if parts is not None else [{}] * len(sources), strict=True):
+        named = {"frames": frames, "height": height, "width": width, "part": part}
+        entries.append(None if part is None else cache.entry(source, **named))
+    found = [None if entry is None else cache.read(entry) for entry in entries]
     missing = [position for position, moments in enumerate(found) if moments is None]
-    cache.count(LATENTS if masked is None else "masked", hits=len(found) - len(missing), misses=len(missing))
+    cache.count(kind, hits=len(found) - len(missing), misses=len(missing))
     if missing:
         for position, moments in zip(missing, encode(pixels_BFCHW[missing]), strict=True):
-            found[position] = moments
-            if stored[position]:
-                cache.write_clip(moments, sources[position], **geometry[position])
+            found[position], entry = moments, entries[position]
+            if entry is not None:
+                cache.write(entry, moments)
     return torch.stack([moments.to(pixels_BFCHW.device) for moments in found])
+
+
+def picture_features(
+    cache: EncodingCache, batch: dict, *, encode: Encode, device: torch.device
+) -> list[torch.Tensor]:
+    """Features ``[1, L, D]`` of each ``clip_pixel_values``; ``encode`` is called for one picture at a time."""
+    if "clip_features" in batch:
+        cache.count(IMAGE, hits=len(batch["clip_features"]))
+        return list(batch["clip_features"].to(device).split(1))
+    pictures = batch["clip_pixel_values"]
+    height, width = pictures.shape[1:3]
+    indices = batch["clip_idx"].tolist() if "clip_idx" in batch else [0] * len(pictures)
+    found, missing = [], 0
+    for picture, source, index in zip(pictures, batch["source"], indices, strict=True):
+        entry = cache.features_entry(source, height=height, width=width, index=index)
+        features = cache.read(entry)
+        if features is None:
+            missing += 1
+            features = encode(picture)[0]
+            cache.write(entry, features)
+        found.append(features.to(device)[None])
+    cache.count(IMAGE, hits=len(found) - missing, misses=missing)
+    return found
 
 
 def prompts(
@@ -79,22 +126,3 @@ def prompts(
         result.append(embedding.to(device))
     cache.count(TEXT, hits=len(texts) - missing, misses=missing)
     return result
-
-
-class CachedImageEncoder:
-    """An image encoder that looks up pictures it has seen. Called like the encoder: with a list of one picture."""
-
-    def __init__(self, cache: EncodingCache, encoder: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
-        self.cache = cache
-        self.encoder = encoder
-
-    def __call__(self, pictures: list[torch.Tensor]) -> torch.Tensor:
-        (pixels,) = pictures
-        key = self.cache.picture_key(pixels)
-        found = self.cache.store.read(IMAGE, key)
-        self.cache.count(IMAGE, hits=int(found is not None), misses=int(found is None))
-        if found is not None:
-            return found["features"].to(pixels.device)
-        features = self.encoder(pictures)
-        self.cache.store.write(IMAGE, key, {"features": features})
-        return features

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from videox_fun.data import cache as caching
-from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache
-from videox_fun.data.cache_store import CacheStore, FileFacts, replace_file
+from videox_fun.data import cache_plan, cache_sources
+from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache, LatentLayout
+from videox_fun.data.cache_store import CacheStore, FileFacts, replace_file, total_bytes
 from videox_fun.data.module import DataModule
 from videox_fun.training.context import RunContext
 
@@ -25,11 +26,12 @@ def cache_folder(ctx: RunContext) -> Path:
 
 
 def open_cache(
-    ctx: RunContext, data: DataModule, encoders: Mapping[str, Mapping[str, Any]]
+    ctx: RunContext, data: DataModule, encoders: Mapping[str, Mapping[str, Any]], *, layout: LatentLayout | None = None
 ) -> EncodingCache | None:
     """The cache that ``--cache_latents`` and ``--cache_text`` ask for, attached to ``data``.
 
-    ``encoders`` says per kind of entry what decides its values: paths (hashed) and plain values.
+    ``encoders`` says per kind of entry what decides its values: paths (hashed) and plain values; ``layout`` how large
+    posteriors are.
     """
     args = ctx.args
     wanted = [LATENTS, IMAGE] if args.cache_latents else []
@@ -42,26 +44,30 @@ def open_cache(
     if args.cache_text and getattr(args, "train_text_encoder", False):
         raise ValueError("--cache_text keeps prompt embeddings fixed; leave --train_text_encoder out.")
     folder = cache_folder(ctx)
-    cache = EncodingCache(CacheStore(folder), FileFacts(folder))
+    store = CacheStore(folder)
+    if args.cache_budget_gb is not None:
+        used = total_bytes(store.entries()) if folder.is_dir() else 0
+        store.room = max(args.cache_budget_gb * 2**30 - used, 0) / ctx.world
+    cache = EncodingCache(store, FileFacts(folder), layout=layout)
     with ctx.accelerator.main_process_first():
         for kind in wanted:
             if kind in encoders:
                 parts = {name: cache.files.fingerprint(value) if isinstance(value, Path) else value
                          for name, value in encoders[kind].items()}
                 cache.encoders[kind] = caching.fingerprint({**parts, "dtype": str(ctx.weight_dtype)})
-    later = [name for name in _LATER_CUTS if getattr(args, name, False)]
-    cache.skip_decoding = cache.caches(LATENTS) and not data.options.inpaint and not later
-    caching.attach(cache, data, clip_starts=args.cache_clip_starts)
+    later = [f"--{name} cuts batches" for name in _LATER_CUTS if getattr(args, name, False)]
+    why = cache_sources.unlisted(data) or next(iter(later), None)
+    cache.skip_decoding = cache.caches(LATENTS) and why is None
+    cache_sources.attach(cache, data, clip_starts=args.cache_clip_starts)
     logger.info("cache: %s in %s", ", ".join(sorted(cache.encoders)), folder)
-    if cache.caches(LATENTS) and not cache.skip_decoding:
-        why = "masks are drawn anew" if data.options.inpaint else f"--{later[0]} cuts batches"
-        logger.info("cache: clips are still decoded and the VAE stays loaded, because %s; the latents of whole clips, "
-                    "of clips with known frames at their ends, and CLIP features are read from the cache.", why)
+    if cache.caches(LATENTS) and why is not None:
+        logger.info("cache: clips are still decoded and the VAE stays loaded, because %s; everything else that was "
+                    "stored is read.", why)
     return cache
 
 
 def spared(ctx: RunContext, cache: EncodingCache | None, data: DataModule | None) -> frozenset[str]:
-    """Which of "vae" and "text_encoder" this run can leave out, because every entry it may ask for exists."""
+    """Which of "vae", "image_encoder" and "text_encoder" can be left out: every entry asked for exists."""
     if cache is None or data is None:
         return frozenset()
     needing = [name for name in ("validation_prompts", "validation_data_meta") if getattr(ctx.args, name, None)]
@@ -70,13 +76,20 @@ def spared(ctx: RunContext, cache: EncodingCache | None, data: DataModule | None
         return frozenset()
     found = set()
     if cache.skip_decoding:
-        missing, total = caching.missing_clips(cache, data)
-        logger.info("cache: %d of %d clip entries exist%s", total - missing, total,
-                    "" if missing else "; the VAE is not loaded")
-        if total and not missing:
+        coverage = cache_plan.coverage(cache, data)
+        whole = coverage.total > 0 and not coverage.missing
+        logger.info("cache: %s%s", coverage.text(), "; the VAE is not loaded" if whole else "")
+        room = cache.store.room
+        if room is not None and coverage.missing_bytes > room * ctx.world:
+            logger.warning("cache: %.2f GiB of them do not fit in --cache_budget_gb %g: these are encoded at each use, "
+                           "and the VAE stays loaded.", coverage.missing_bytes / 2**30 - room * ctx.world / 2**30,
+                           ctx.args.cache_budget_gb)  # fmt: skip
+        if whole:
             found.add("vae")
+            if cache.caches(IMAGE):
+                found.add("image_encoder")
     if cache.caches(TEXT):
-        texts = caching.captions(data)
+        texts = cache_plan.captions(data)
         missing = sum(not cache.holds_text(text) for text in texts)
         logger.info("cache: %d of %d captions exist%s", len(texts) - missing, len(texts),
                     "" if missing else "; the text encoder is not loaded")

@@ -6,7 +6,7 @@ the latents of the video with the unknown pixels set to mid grey.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,38 +24,34 @@ def drop_fully_masked(mask: torch.Tensor, *, drop: float = 0.9) -> list[float]:
 
 
 def inpaint_channels(
-    mask: torch.Tensor, masked_pixels: torch.Tensor, keep: list[float], *, latents: torch.Tensor,
-    encode: Callable[[torch.Tensor], torch.Tensor],
+    mask: torch.Tensor, keep: list[float], *, latents: torch.Tensor, encode: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     """The channels after the noisy latents: ``[B, 4 + C, T, h, w]``.
 
     Args:
         mask: ``[B, F, 1, H, W]``, 1 = to be generated.
-        masked_pixels: ``[B, F, 3, H, W]`` in [-1, 1], unknown pixels 0.
         keep: factor per sample from :func:`drop_fully_masked`.
         latents: clean latents, for size and type.
-        encode: pixels to sampled latents.
+        encode: gives the latents of the masked clip, whose unknown pixels are 0.
     """
     mask = mask.to(latents.device, non_blocking=True).to(latents.dtype)
     known = resize_mask_to(1.0 - pack_mask(mask), size=tuple(latents.shape[2:]))
-    channels = torch.cat([known, encode(masked_pixels)], dim=1)
+    channels = torch.cat([known, encode()], dim=1)
     factors = torch.tensor(keep, dtype=latents.dtype).to(latents.device, non_blocking=True)
     return channels * factors.view(-1, 1, 1, 1, 1)
 
 
 @torch.no_grad()
-def clip_context(
-    images_BHWC: torch.Tensor, *, encoder: torch.nn.Module, dtype: torch.dtype, drop: float, rng: np.random.Generator
-) -> torch.Tensor:
-    """CLIP features of the condition frame, ``[B, 257, D]``; each sample's are zeroed with probability ``drop``.
+def picture_features(image_HWC: torch.Tensor, *, encoder: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """CLIP features of a picture, ``[1, 257, D]``. Pixels pass through 8 bits, as those given at inference do."""
+    pixels = image_HWC.to(torch.uint8).permute(2, 0, 1).to(torch.float32).div_(255).sub_(0.5).div_(0.5)
+    return encoder([pixels[:, None].to(dtype)])
 
-    Pixels pass through 8 bits, as a picture given at inference does. With ``drop`` 0 nothing is drawn.
+
+def clip_context(features: Sequence[torch.Tensor], *, drop: float, rng: np.random.Generator) -> torch.Tensor:
+    """Features of the condition frames, ``[B, 257, D]``; each sample's are zeroed with probability ``drop``.
+
+    With ``drop`` 0 nothing is drawn.
     """
-    features = []
-    for image in images_BHWC:
-        pixels = image.to(torch.uint8).permute(2, 0, 1).to(torch.float32).div_(255).sub_(0.5).div_(0.5)
-        feature = encoder([pixels[:, None].to(dtype)])
-        if drop and rng.choice([True, False], p=[drop, 1.0 - drop]):
-            feature = torch.zeros_like(feature)
-        features.append(feature)
-    return torch.cat(features)
+    return torch.cat([torch.zeros_like(own) if drop and rng.choice([True, False], p=[drop, 1.0 - drop]) else own
+                      for own in features])

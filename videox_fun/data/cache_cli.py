@@ -66,9 +66,10 @@ def problem_of(path: Path) -> str | None:
 
 def removable(folder: Path, *, encoders: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:
     """``(file, reason)`` of what nothing refers to."""
+    from videox_fun.data.cache_sources import NO_CONTROL
     from videox_fun.data.cache_store import CacheStore, Damaged, read_header
 
-    current = set(_current_sources(folder))
+    current = {NO_CONTROL, *_current_sources(folder)}
     for path in CacheStore(folder).entries():
         try:
             key: dict[str, Any] = json.loads(read_header(path)["key"])

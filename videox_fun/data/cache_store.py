@@ -85,9 +85,13 @@ class Damaged(ValueError):
 
 @dataclass
 class CacheStore:
-    """The entries below ``root``. ``problems`` counts damaged files met and writes that failed."""
+    """The entries below ``root``. ``problems`` counts damaged files met and writes that failed.
+
+    ``room`` is how many bytes this process may still write; ``None`` is any number.
+    """
 
     root: Path
+    room: float | None = None
     problems: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -134,13 +138,24 @@ class CacheStore:
 
         found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         header = {"key": canonical(_full(kind, key, origin)), "sha256": hash_tensors(found)}
+        content = save(found, metadata=header)
+        if self.room is not None and len(content) > self.room:
+            self.full()
+            return False
         try:
-            replace_file(self.path(kind, key, origin=origin), save(found, metadata=header))
+            replace_file(self.path(kind, key, origin=origin), content)
         except OSError as error:
             self._warn("unwritten", "%s: an entry cannot be written (%s); training goes on without it. This is said "
                        "once.", self.root, error, once=True)
             return False
+        if self.room is not None:
+            self.room -= len(content)
         return True
+
+    def full(self) -> None:
+        """Say once that there is no room left."""
+        self._warn("over budget", "%s is as large as --cache_budget_gb allows: what is not in it is encoded at each "
+                   "use. This is said once.", self.root, once=True)
 
     def _warn(self, what: str, text: str, *values: Any, once: bool = False) -> None:
         self.problems[what] += 1

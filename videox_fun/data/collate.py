@@ -1,15 +1,16 @@
 """From items to a batch: one size and one frame count for all, and the tensors a mode needs.
 
 ``BucketCollate`` first draws the batch's geometry (``draw_plan``), then shapes each example and hands it to the
-*fields*, small callables that add what a mode needs: inpainting masks, control clips, camera rays, references. Draws
+*fields*, small objects that add what a mode needs: inpainting masks, control clips, camera rays, references. Draws
 happen in a fixed order (size, crop ratio, then per example reference frame and mask), because runs are compared draw
-by draw. Everything here is picklable: it runs in loader workers.
+by draw. They are made before any pixel is looked at: with a cache of encodings, all that a batch needs may be there
+already. Everything here is picklable: it runs in loader workers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,34 @@ class Plan:
         return cover_size(*(self.first_size if self.resize_by_first else (height, width)), self.crop_to)
 
 
-Field = Callable[[Example, torch.Tensor, Plan, dict[str, list]], None]
+class Field:
+    """What one mode adds to a batch, example by example.
+
+    A subclass implements ``add``. The other methods let a cache of encodings take the place of pixels: what is drawn,
+    every outcome of it, and the entries that hold what the step would encode.
+    """
+
+    #: Whether ``possible`` lists all outcomes of ``draw`` and ``entries`` all that is encoded.
+    listed = True
+
+    def draw(self, example: Example, plan: Plan) -> Any:
+        return None
+
+    def possible(self, example: Example, plan: Plan) -> list[Any]:
+        return [None]
+
+    def entries(self, cache: Any, example: Example, plan: Plan, drawn: Any) -> dict[str, Any]:
+        """Entry of the cache by the batch key that its value gets."""
+        return {}
+
+    def add(
+        self, example: Example, pixels: torch.Tensor | None, plan: Plan, drawn: Any, out: dict[str, list]
+    ) -> None:
+        """Append to the lists in ``out``; without ``pixels``, only what is not encoded."""
+        raise NotImplementedError
+
+    def __call__(self, example: Example, pixels: torch.Tensor, plan: Plan, out: dict[str, list]) -> None:
+        self.add(example, pixels, plan, self.draw(example, plan), out)
 
 
 class BucketCollate:
@@ -121,25 +149,41 @@ class BucketCollate:
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         plan = self.draw_plan(examples)
+        return self.assemble(examples, plan, self.draw_fields(examples, plan))
+
+    def draw_fields(self, examples: Sequence[Example], plan: Plan) -> list[list[Any]]:
+        return [[field.draw(example, plan) for field in self.fields] for example in examples]
+
+    def entries(self, cache: Any, example: Example, plan: Plan, drawn: Sequence[Any]) -> dict[str, Any]:
+        """Every entry of the cache that stands for something of this example."""
+        found = {"moments": cache.clip_entry(example["pixel_values"], plan)}
+        for field, value in zip(self.fields, drawn, strict=True):
+            found.update(field.entries(cache, example, plan, value))
+        return found
+
+    def assemble(self, examples: Sequence[Example], plan: Plan, drawn: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The batch of a plan and of what the fields drew."""
         lists: dict[str, list] = defaultdict(list)
-        moments = self.cache.read_batch(examples, plan) if self.cache is not None else None
-        if moments is not None:
-            lists["moments"] = moments
-        for example in examples:
+        stored = None
+        if self.cache is not None:
+            stored = self.cache.read_batch([self.entries(self.cache, example, plan, values)
+                                            for example, values in zip(examples, drawn, strict=True)])
+        for example, values in zip(examples, drawn, strict=True):
             frames = example["pixel_values"]
             resize_to = plan.resize_to(*frames.shape[1:3])
             if hasattr(frames, "origin"):
                 lists["source"].append({**frames.origin, "resize": list(resize_to)})
             pixels = None
-            if moments is None:
+            if stored is None:
                 pixels = prepare_frames(frames[: plan.frames], resize_to=resize_to, crop_to=plan.crop_to)
                 lists["pixel_values"].append(pixels)
             lists["text"].append(example["text"])
             lists["idx"].append(example.get("idx"))
             if "file_name" in example:
                 lists["file_name"].append(example["file_name"])
-            for field in self.fields:
-                field(example, pixels, plan, lists)
+            for field, value in zip(self.fields, values, strict=True):
+                field.add(example, pixels, plan, value, lists)
+        lists.update(stored or {})
         return {"target_token_length": self.rules.target_token_length, **stack_lists(lists)}
 
     # -- draws -------------------------------------------------------------------------------------------------------

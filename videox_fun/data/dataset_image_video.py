@@ -178,6 +178,8 @@ class ImageVideoDataset(AnnotatedDataset):
         self.sources: Any = None
         #: Clips start at one of this many frames; 0 is any frame.
         self.clip_starts = 0
+        #: Items say whose masks they are given (``--cache_mask_draws``).
+        self.name_masks = False
 
     # -- reading -----------------------------------------------------------------------------------------------------
     def read_item(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
@@ -300,6 +302,8 @@ class ImageVideoDataset(AnnotatedDataset):
     def _finish(self, item: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
         if self.return_file_name:
             item["file_name"] = os.path.basename(row["file_path"])
+        if self.name_masks and self.enable_bucket:
+            item["mask_name"] = row["file_path"]
         if self.enable_inpaint and not self.enable_bucket:
             pixels = item["pixel_values"]
             start_only = self.mask_image_start_only and not self.upstream_compat
@@ -362,6 +366,8 @@ class ImageVideoControlDataset(ImageVideoDataset):
 
     def read_item(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
         read = self._read_video_row if is_video(row) else self._read_image_row
+        if self.sources is not None:
+            read = self._read_row_by_cache
         item = {**read(row, idx), "data_type": "video" if is_video(row) else "image", "idx": idx}
         return self._finish(item, row)
 
@@ -399,6 +405,21 @@ class ImageVideoControlDataset(ImageVideoDataset):
             "subject_image": self._read_subjects(row, idx, image.height, image.width),
             "text": text,
         }
+
+    def _read_row_by_cache(self, row: dict[str, Any], idx: int) -> dict[str, Any]:
+        """Like the two above, with the same draws; raw frames are decoded when somebody looks at them."""
+        name, control_name, camera = row["file_path"], row.get("control_file_path"), None
+        frames = (self.sources.clip(self, name, at_most=self._control_length(row)) if is_video(row)
+                  else self.sources.picture(self, name))
+        text = self.draw_text(row)
+        control = self.sources.checked(self.sources.control(self, row, frames))
+        if is_video(row) and self.enable_camera_info and str(control_name).lower().endswith(".txt"):
+            length = self.sources.look(self.path_of(name), kind="video", compat=self.upstream_compat)
+            camera = poses_at_frames(read_pose_file(self.path_of(control_name)), clip_frames=length["media"]["frames"],
+                                     indices=np.asarray(frames.origin["indices"]))  # fmt: skip
+        subjects = self._read_subjects(row, idx, *frames.shape[1:3])
+        found = {"pixel_values": frames, "control_pixel_values": control, "subject_image": subjects, "text": text}
+        return {**found, "control_camera_values": camera} if self.enable_camera_info else found
 
     def _control_length(self, row: dict[str, Any]) -> int | None:
         """Frames of the control clip: a target may not be read beyond its control."""

@@ -49,6 +49,7 @@ class DataOptions:
         max_data_errors: stop when more different rows than this cannot be read.
         bucket_mode: "upstream", "complete" or "balanced" (``batch_plan``). model_width: hidden size of the denoiser,
             for the cost of attention in the mode "balanced".
+        cache_mask_draws: masks that a clip is given one of (buckets only); 0 draws them anew.
         data_format, id_token: see ``data.formats``. video_sample_fps: sample clips at this rate by their time stamps,
             whatever the stride.
     """
@@ -85,6 +86,7 @@ class DataOptions:
     max_data_errors: int | None = None
     bucket_mode: str = "upstream"
     model_width: int = 1536
+    cache_mask_draws: int = 0
     data_format: str = "auto"
     id_token: str | None = None
     video_sample_fps: float | None = None
@@ -190,6 +192,7 @@ def build_data(
     generator = torch.Generator().manual_seed(options.seed)
     sampler = RandomSampler(dataset, generator=generator)
     batches = _build_batch_sampler(options, dataset, sampler)
+    dataset.name_masks = options.cache_mask_draws > 0
     if options.bucket_mode != "upstream":
         batches = PlannedBatchSampler(batches, world=world, row_cost=_row_cost(options, dataset))
     return DataModule(options, dataset, batches, _build_collate(options, rng))
@@ -267,7 +270,8 @@ def _fields(options: DataOptions) -> list[Field]:
         added.append(ReferenceField(first_frame=first_frame, padded=options.kind == "vace"))
     if options.inpaint or options.kind == "vace" or options.add_inpaint_info:
         # The reference field already supplies the CLIP picture.
-        added.append(InpaintField(image_start_only=options.mask_image_start_only, with_clip=not references))
+        added.append(InpaintField(image_start_only=options.mask_image_start_only, with_clip=not references,
+                                  draws=options.cache_mask_draws))  # fmt: skip
     if options.kind == "vace":
         added.append(SubjectField())
     return added

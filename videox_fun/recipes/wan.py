@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from videox_fun.conditioning import cached, encoders, inpaint, text
-from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache, known_frames
+from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache, LatentLayout
 from videox_fun.data.module import DataModule, DataOptions, build_data
 from videox_fun.models.attention_utils import check_training_backend
 from videox_fun.recipes.base import Recipe
@@ -113,7 +113,9 @@ class WanRecipe(Recipe):
             ),
             rank=ctx.layout.data_rank, world=ctx.layout.data_world, rng=ctx.rng.numpy,
         )
-        ctx.cache = encoders.open_cache(ctx, data, self._fingerprints(ctx))
+        layout = LatentLayout(2 * _LATENT_CHANNELS, spatial=vae.get("spatial_compression_ratio", 8),
+                              temporal=data.options.temporal_ratio, itemsize=ctx.weight_dtype.itemsize)  # fmt: skip
+        ctx.cache = encoders.open_cache(ctx, data, self._fingerprints(ctx), layout=layout)
         ctx.spared = encoders.spared(ctx, ctx.cache, data)
         return data
 
@@ -148,11 +150,11 @@ class WanRecipe(Recipe):
             ),
             text_encoder=None if "text_encoder" in skip else self._text_encoder(ctx),
             vae=None if "vae" in skip else self._vae(ctx),
-            image_encoder=self._image_encoder(ctx) if self.conditioned(ctx) else None,
+            image_encoder=self._image_encoder(ctx) if self.conditioned(ctx) and "image_encoder" not in skip else None,
             denoiser=nn.Identity(),
             schedule=flow_schedule(ctx.config),
         )
-        if "text_encoder" in skip:
+        if "text_encoder" in skip and self._cache(ctx, TEXT) is not None:
             components.extras["text_encoder_shape"] = self._text_encoder_shape(ctx)
         for module in components.frozen().values():
             module.requires_grad_(False)
@@ -242,12 +244,10 @@ class WanRecipe(Recipe):
             latents = self._latents(ctx, components, batch)
             if conditioned:
                 inputs["y"] = inpaint.inpaint_channels(
-                    batch["mask"], batch["mask_pixel_values"], keep, latents=latents,
-                    encode=partial(self._masked_latents, ctx, components, batch),
+                    batch["mask"], keep, latents=latents, encode=partial(self._masked_latents, ctx, components, batch),
                 )
                 inputs["clip_fea"] = inpaint.clip_context(
-                    batch["clip_pixel_values"], encoder=self._image_features(ctx, components), dtype=ctx.weight_dtype,
-                    drop=ctx.spec.options["clip_drop"], rng=ctx.rng.numpy,
+                    self._image_features(ctx, components, batch), drop=ctx.spec.options["clip_drop"], rng=ctx.rng.numpy
                 )
         return latents, inputs
 
@@ -263,28 +263,30 @@ class WanRecipe(Recipe):
         )
         return cached.sample_posterior(moments, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
 
-    def _masked_latents(
-        self, ctx: RunContext, components: Components, batch: dict, pixels_BFCHW: torch.Tensor
-    ) -> torch.Tensor:
+    def _masked_latents(self, ctx: RunContext, components: Components, batch: dict) -> torch.Tensor:
         cache = self._cache(ctx, LATENTS)
         if cache is None:
-            return self._encode(ctx, components, pixels_BFCHW)
-        moments = cached.clip_moments(
-            cache, batch["source"], pixels_BFCHW, encode=partial(self._moments, ctx, components),
-            masked=[known_frames(mask) for mask in batch["mask"]],
+            return self._encode(ctx, components, batch["mask_pixel_values"])
+        moments = cached.batch_moments(
+            cache, batch, encode=partial(self._moments, ctx, components), device=ctx.device, ready="masked_moments",
+            pixels="mask_pixel_values", parts=cached.masked_parts(cache, batch),
         )
         return cached.sample_posterior(moments, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
 
-    def _image_features(self, ctx: RunContext, components: Components) -> Any:
+    def _image_features(self, ctx: RunContext, components: Components, batch: dict) -> list[torch.Tensor]:
+        def encode(picture: torch.Tensor) -> torch.Tensor:
+            if components.image_encoder is None:
+                logger.warning("A picture is not in the cache: the image encoder is loaded after all.")
+                components.image_encoder = self._image_encoder(ctx).requires_grad_(False)
+                ctx.residency.place(components.image_encoder)
+            with ctx.residency.use(components.image_encoder):
+                return inpaint.picture_features(picture, encoder=components.image_encoder, dtype=ctx.weight_dtype)
+
         cache = self._cache(ctx, IMAGE)
         if cache is None:
-            return components.image_encoder
-
-        def encode(pictures: list[torch.Tensor]) -> torch.Tensor:
-            with ctx.residency.use(components.image_encoder):
-                return components.image_encoder(pictures)
-
-        return cached.CachedImageEncoder(cache, encode)
+            return [inpaint.picture_features(picture, encoder=components.image_encoder, dtype=ctx.weight_dtype)
+                    for picture in batch["clip_pixel_values"]]
+        return cached.picture_features(cache, batch, encode=encode, device=ctx.device)
 
     def _encode(self, ctx: RunContext, components: Components, pixels_BFCHW: torch.Tensor) -> torch.Tensor:
         from videox_fun.models.wan_vae import encode_videos

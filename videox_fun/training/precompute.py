@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from videox_fun.data import cache as caching
-from videox_fun.data.cache import LATENTS, TEXT, Planned
+from videox_fun.data import cache_plan
+from videox_fun.data.cache import LATENTS, TEXT
+from videox_fun.data.cache_plan import Planned
 from videox_fun.data.collate import Plan
 from videox_fun.data.fields import InpaintField
-from videox_fun.data.transforms import prepare_frames, square_frames, square_image
+from videox_fun.data.transforms import square_frames, square_image
 from videox_fun.recipes.base import Recipe
 from videox_fun.training.context import RunContext
 
@@ -75,7 +76,7 @@ def precompute(ctx: RunContext, recipe: Recipe) -> Filled:
     ctx.residency.place(*components.frozen().values())
     filled = Filled()
     if cache.caches(TEXT):
-        texts = caching.captions(data)[ctx.rank :: ctx.world]
+        texts = cache_plan.captions(data)[ctx.rank :: ctx.world]
         _fill_texts(ctx, recipe, components, texts, filled)
     if cache.caches(LATENTS):
         _fill_clips(ctx, recipe, components, data, filled)
@@ -96,51 +97,53 @@ def _fill_texts(ctx: RunContext, recipe: Recipe, components: Any, texts: Sequenc
 
 
 def _fill_clips(ctx: RunContext, recipe: Recipe, components: Any, data: Any, filled: Filled) -> None:
-    entries = list(caching.planned(ctx.cache, data))
+    entries = list(cache_plan.planned(ctx.cache, data))
     groups = [list(group) for _, group in groupby(entries, key=lambda pair: (pair[0].item, pair[0].indices))]
     own = groups[ctx.rank :: ctx.world]
     progress = Progress("clips", sum(map(len, own)))
-    logger.info("clips: %d entries of %d decoded clips planned, %d of them for this process", len(entries), len(groups),
-                progress.total)
+    logger.info("clips: %d sizes and lengths of %d decoded clips planned, %d of them for this process", len(entries),
+                len(groups), progress.total)
     if len(groups) > 4 * len({entry.item for entry, _ in entries}):
         logger.info("Most of these differ in their first frame only; --cache_clip_starts N (in training too) keeps N "
                     "starts per clip.")
     for group in own:
-        frames = None
+        example = cache_plan.example_of(data, *group[0])  # decoded once, when the first of its entries is missing
         for entry, facts in group:
-            origin = caching.planned_origin(ctx.cache, data, entry, facts)
-            missing = not all(_held(ctx, data, entry, origin))
-            if missing:
-                try:
-                    frames = frames if frames is not None else _decode(ctx, data, entry, facts)
-                    recipe.fill(ctx, components, _batch(ctx, data, entry, origin, frames))
-                except (OSError, ValueError) as error:
-                    filled.failed.append(f"{entry.name}: {error}")
-                    missing = False
-            progress.step(encoded=missing)
+            encoded = False
+            try:
+                for batch in _missing(ctx, data, entry, facts, example):
+                    recipe.fill(ctx, components, batch)
+                    encoded = True
+            except (OSError, ValueError) as error:
+                filled.failed.append(f"{entry.name}: {error}")
+                encoded = False
+            progress.step(encoded=encoded)
     filled.encoded[LATENTS], filled.found[LATENTS] = progress.encoded, progress.done - progress.encoded
 
 
-def _held(ctx: RunContext, data: Any, entry: Planned, origin: dict[str, Any]) -> Iterator[bool]:
-    geometry = {"frames": entry.frames, "height": entry.height, "width": entry.width}
-    yield ctx.cache.holds_clip(origin, **geometry)
-    if data.options.inpaint:
-        yield ctx.cache.holds_clip(origin, masked=(1, 0) if entry.frames > 1 else (0, 0), **geometry)
+def _missing(ctx: RunContext, data: Any, entry: Planned, facts: dict[str, Any], example: Any) -> Iterator[dict]:
+    """Batches of one clip that make the entries which do not exist yet."""
+    cache = ctx.cache
+    for values, entries in cache_plan.entries_of(cache, data, entry, facts, example=example):
+        wanted = [own for own in entries.values() if cache.caches(own.kind) and not cache.holds(own)]
+        if not wanted:
+            continue
+        if cache.store.room is not None and sum(map(cache.bytes_of, wanted)) > cache.store.room:
+            cache.store.full()
+            continue
+        if data.options.enable_bucket:
+            collate, plan = data.collate_fn, cache_plan.plan_of(data, entry, example)
+            batch = collate.assemble([example], plan, [values])
+            batch.pop("text")
+        else:
+            batch = _square(cache_plan.planned_origin(cache, data, entry, facts), entry, example, data)
+        yield {key: value.to(ctx.device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
-def _decode(ctx: RunContext, data: Any, entry: Planned, facts: dict[str, Any]) -> Any:
-    dataset = data.dataset
+def _square(origin: dict[str, Any], entry: Planned, example: dict[str, Any], data: Any) -> dict[str, Any]:
+    """A batch of one clip as it is without buckets; masked clips know their first frame."""
+    frames = example["pixel_values"].load()
     if entry.video:
-        return dataset.sources.clip_at(dataset, entry.name, entry.indices, facts).load()
-    return dataset.sources.picture(dataset, entry.name).load()
-
-
-def _batch(ctx: RunContext, data: Any, entry: Planned, origin: dict[str, Any], frames: Any) -> dict[str, Any]:
-    """A batch of one clip as the collate makes it; masked clips know their first frame."""
-    crop = (entry.height, entry.width)
-    if data.options.enable_bucket:
-        pixels = prepare_frames(frames[: entry.frames], resize_to=entry.resize, crop_to=crop)
-    elif entry.video:
         pixels = square_frames(frames[: entry.frames], size=entry.height)
     else:
         from PIL import Image
@@ -148,6 +151,6 @@ def _batch(ctx: RunContext, data: Any, entry: Planned, origin: dict[str, Any], f
         pixels = square_image(Image.fromarray(frames[0]), size=entry.height)
     lists: dict[str, list] = {"pixel_values": [pixels], "mask": [], "mask_pixel_values": [], "clip_pixel_values": []}
     if data.options.inpaint:
+        crop = (entry.height, entry.width)
         InpaintField(image_start_only=True)({}, pixels, Plan(crop, entry.frames, crop), lists)
-    batch = {key: torch.stack(values).to(ctx.device) for key, values in lists.items() if values}
-    return {**batch, "source": [origin]}
+    return {**{key: torch.stack(values) for key, values in lists.items() if values}, "source": [origin]}
