@@ -22,7 +22,6 @@ from tests.patches.wan import (
     trained,
     twins,
 )
-from tests.unit import real_runs
 from tests.unit.real_runs import same_tensors
 
 LAYERS = 4
@@ -46,14 +45,16 @@ def patched(model: nn.Module, **flags: Any) -> PatchManager:
     return manage(model, gradient_checkpointing=True, **flags)[0]
 
 
-@pytest.mark.parametrize("flags", [KEEP, HALF, {**KEEP, **HALF}, {"checkpointing_budget_gb": 9e-5}],
-                         ids=["keep", "half", "both", "budget"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("full", KEEP), ("lora", HALF), ("lora", {**KEEP, **HALF}), ("full", {"checkpointing_budget_gb": 9e-5})],
+    ids=["keep", "half", "both", "budget"],
+)
 def test_numbers_are_those_of_plain_checkpointing(kind, flags):
     plain, other = twins(prepared(kind))
     manager = patched(other, **flags)
     assert same_tensors(gradients(other, make_inputs()), gradients(plain, make_inputs())) == []
-    assert train(other, steps=3) == train(plain, steps=3) and same_tensors(trained(other), trained(plain)) == []
+    assert train(other, steps=2) == train(plain, steps=2) and same_tensors(trained(other), trained(plain)) == []
     outcome = manager.outcome("checkpointing")
     assert outcome.state == "exercised" and len(outcome.applied.sites) == LAYERS
     manager.undo_all()
@@ -160,21 +161,6 @@ def test_each_shape_has_a_plan_of_its_own():
     assert "input 2x8x24" in evidence.summary
 
 
-def test_compiled_blocks_keep_attention():
-    torch._dynamo.reset()
-    model = make_model(layers=2).requires_grad_(False)
-    for block in model.blocks:
-        block.modulation.requires_grad_(True)
-    model.enable_gradient_checkpointing()
-    plain, other = twins(model)
-    compiled = {"compile": True, "compile_backend": "eager"}
-    manage(plain, **compiled)
-    manager = patched(other, **KEEP, **compiled)
-    assert same_tensors(gradients(other, make_inputs()), gradients(plain, make_inputs())) == []
-    assert manager.outcome("checkpointing").evidence.facts["kept_results"] == 2 * 2
-    assert manager.outcome("compile").evidence.facts["graph_breaks"] == 0
-
-
 def test_off_changes_nothing():
     model = prepared(layers=2)
     function = model._gradient_checkpointing_func
@@ -211,11 +197,3 @@ def test_a_network_without_checkpointing_is_inert():
     manager = patched(nn.Linear(3, 3), **KEEP)
     outcome = manager.outcome("checkpointing")
     assert outcome.state == "inert" and "checkpoints its blocks" in outcome.evidence.summary
-
-
-def test_with_the_main_command(tmp_path, tmp_path_factory):
-    model = real_runs.checkpoint(tmp_path_factory)
-    run = real_runs.train(model, tmp_path / "plain", gradient_checkpointing=True)
-    kept = real_runs.train(model, tmp_path / "out", gradient_checkpointing=True, audit="strict", **KEEP, **HALF)
-    assert kept.losses == run.losses and same_tensors(kept.trained(), run.trained()) == []
-    assert [outcome.state for outcome in kept.trainer.ctx.patches.outcomes()] == ["exercised"]
