@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim_patches.audit.text import Text
+
 logger = logging.getLogger(__name__)
 
 #: Dense 16-bit matrix rate with fp32 accumulation in TFLOP/s, from the vendors' data sheets.
@@ -142,10 +144,11 @@ def step_flops(
     return StepFlops(once / parts, model / parts, None if recomputed_share is None else (model + again) / parts)
 
 
-def device_peak(device: str, dtype: torch.dtype) -> tuple[float, str] | None:
+def device_peak(device: str, dtype: torch.dtype) -> tuple[float, Text] | None:
     """Operations per second that this device can reach, and where the number is from; ``None`` when unknown."""
     if device != "cuda":
-        return measured_peak(dtype), f"measured: {_PROBE_SIZE} x {_PROBE_SIZE} matrix product"
+        shape = f"{_PROBE_SIZE} x {_PROBE_SIZE}"
+        return measured_peak(dtype), Text(f"measured: {shape} matrix product", f"实测：{shape} 矩阵乘")
     name = torch.cuda.get_device_name()
     peak = listed_peak(name)
     if peak is None:
@@ -153,8 +156,8 @@ def device_peak(device: str, dtype: torch.dtype) -> tuple[float, str] | None:
     if dtype == torch.float32:
         if not torch.backends.cuda.matmul.allow_tf32:
             return None
-        return peak * _TF32_SHARE, f"{name}, TF32 data sheet"
-    return peak, f"{name}, dense 16-bit data sheet"
+        return peak * _TF32_SHARE, Text(f"{name}, TF32 by data sheet", f"{name}，手册 TF32")
+    return peak, Text(f"{name}, dense 16-bit by data sheet", f"{name}，手册 16 位稠密")
 
 
 def listed_peak(name: str) -> float | None:

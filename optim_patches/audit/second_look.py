@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,12 @@ class SecondLook:
     planned_bytes: int | None = None
     recompiles: int | None = None
     idle: float | None = None
-    idle_source: str = ""
+    idle_source: Text | None = None
     step_flops: float | None = None
     peak_flops: float | None = None
-    peak_source: str = ""
+    peak_source: Text | None = None
     mfu: float | None = None
     hfu: float | None = None
-    warnings: tuple[Text, ...] = field(default=())
 
     def scalars(self) -> dict[str, float]:
         """Numbers for the tracker."""
@@ -110,7 +109,7 @@ class SecondLook:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``audit.json``."""
-        return {**vars(self), "warnings": [text.as_dict() for text in self.warnings]}
+        return {name: value.as_dict() if isinstance(value, Text) else value for name, value in vars(self).items()}
 
     def lines(self) -> list[Text]:
         """The look as a few lines of text."""
@@ -128,9 +127,9 @@ class SecondLook:
             lines.append(Text(f"recompilations after warm-up: {self.recompiles}",
                               f"预热后重新编译：{self.recompiles} 次"))  # fmt: skip
         if self.idle is not None:
-            lines.append(Text(f"device idle: {100 * self.idle:.1f} % ({self.idle_source})",
-                              f"设备空闲：{100 * self.idle:.1f} %（{self.idle_source}）"))  # fmt: skip
-        return [*lines, *self.warnings]
+            idle = same(f"{100 * self.idle:.1f} %")
+            lines.append(Text("device idle: {} ({})", "设备空闲：{}（{}）").format(idle, self.idle_source))
+        return lines
 
     def _speed(self) -> Text:
         if self.step_flops is None:
@@ -140,9 +139,8 @@ class SecondLook:
         if self.mfu is None:
             return done + Text("; the peak of this device is not listed", "；该设备峰值未收录")
         hardware = "" if self.hfu is None else f", HFU {100 * self.hfu:.1f} %"
-        of = f"{self.peak_flops / 1e12:.4g} TFLOP/s, {self.peak_source}"
-        rate = f"MFU {100 * self.mfu:.1f} %{hardware}"
-        return Text(f"{rate} of {of}; ", f"{rate}，峰值 {of}；") + done
+        rate, peak = f"MFU {100 * self.mfu:.1f} %{hardware}", f"{self.peak_flops / 1e12:.4g} TFLOP/s"
+        return Text("{} of {} ({}); ", "{}，峰值 {}（{}）；").format(rate, peak, self.peak_source) + done
 
     def _memory(self) -> Text:
         if self.peak_bytes is None:
@@ -175,15 +173,15 @@ def look_back(
     total = sum(times.values())
     shares = {name: times[name] / total for name in PHASES if times.get(name)} if total else {}
     seconds = steady.step_seconds
-    source = "utilization samples"
+    source = Text("utilization samples", "利用率采样")
     if idle is None and clock == "device":
-        idle, source = shares.get(DATA, 0.0), "waiting for data only"
+        idle, source = shares.get(DATA, 0.0), Text("waiting for data only", "仅计等待数据")
     peak, whose = peak_memory(view.device)
     return SecondLook(
         steps=whole.steps, seconds=sum(whole.host.values()), clock=clock, shares=shares, steady_steps=steady.steps,
         step_s=seconds / max(steady.steps, 1), tokens_per_s=steady.tokens / seconds if seconds else 0.0,
         peak_bytes=peak, peak_of=whose, planned_bytes=planned_peak(folder), recompiles=recompiles,
-        idle=idle, idle_source=source if idle is not None else "",
+        idle=idle, idle_source=source if idle is not None else None,
         **_rates(view, steady, seconds, calls=_calls(view, warm or whole)),
     )  # fmt: skip
 

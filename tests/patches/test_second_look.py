@@ -19,6 +19,7 @@ from optim_patches.audit.clock import PhaseClock
 from optim_patches.audit.device_use import DeviceUse
 from optim_patches.audit.flops import ForwardFlops, count_forward, shapes_of, step_flops
 from optim_patches.audit.second_look import Mark, look_back, planned_peak
+from optim_patches.audit.text import Text
 from tests.patches.live_kit import Run
 from tests.patches.wan import make_inputs, make_model
 from tests.unit.real_runs import checkpoint, train
@@ -232,7 +233,8 @@ def view_of(run: Run, **facts: Any) -> SimpleNamespace:
 
 
 def test_rates_are_work_over_time(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(second_look.flops, "device_peak", lambda device, dtype: (1e6, f"test, {dtype}"))
+    peak = (1e6, Text("a test", "测试"))
+    monkeypatch.setattr(second_look.flops, "device_peak", lambda device, dtype: peak if dtype.itemsize == 4 else None)
     look = look_back(view_of(finished, phases=phases()), folder=tmp_path)
     linear, attention = hand_count(2, 8)
     adapters = sum(p.numel() for p in finished.model.parameters() if p.requires_grad)
@@ -242,7 +244,7 @@ def test_rates_are_work_over_time(finished: Run, tmp_path: Path, monkeypatch: py
     assert look.hfu == pytest.approx(3 * (model + linear + attention) / (9 * 1e6))
     assert look.step_s == 3 and look.tokens_per_s == pytest.approx(48 / 9)
     assert look.shares == {"data": 0.1, "forward": 0.3, "backward": 0.5, "saving": 0.1}
-    assert look.peak_source == "test, torch.float32"
+    assert look.peak_source.en == "a test" and "(a test)" in look.lines()[2].en
 
 
 def test_speed_leaves_out_the_first_steps(finished: Run, tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_the_devices_own_times_come_first(finished: Run, tmp_path: Path) -> None
     times = {"host": {"data": 5.0, "forward": 5.0}, "device": {"data": 1.0, "forward": 9.0}}
     look = look_back(view_of(finished, phases=times), folder=tmp_path)
     assert look.clock == "device" and look.shares == {"data": 0.1, "forward": 0.9}
-    assert look.idle == 0.1 and look.idle_source == "waiting for data only"
+    assert look.idle == 0.1 and look.idle_source.en == "waiting for data only"
     sampled = look_back(view_of(finished, phases=times), folder=tmp_path, idle=0.25)
     assert sampled.idle == 0.25 and "25.0 %" in "\n".join(line.en for line in sampled.lines())
 

@@ -84,7 +84,8 @@ def recorded_run(data_dir: Path) -> AuditReport:
     data = json.loads((data_dir / "audit/demo_run.json").read_text(encoding="utf-8"))
     rows = [LiveRow(row["id"], row["state"], Text(**row["evidence"]), Text(**row["requested"]), row["sites"],
                     row["exercised"], row["facts"]) for row in data["rows"]]  # fmt: skip
-    look = SecondLook(**{**data["look"], "warnings": tuple(Text(**text) for text in data["look"]["warnings"])})
+    texts = {key: Text(**value) for key, value in data["look"].items() if isinstance(value, dict) and "zh" in value}
+    look = SecondLook(**data["look"] | texts)
     return AuditReport(rows, step=data["step"], mode=data["mode"], look=look)
 
 
