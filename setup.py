@@ -47,6 +47,7 @@ setup(
             "videox-advise = optim_patches.audit.advise:main",
             "videox-audit = optim_patches.audit.cli:main",
             "videox-cache = videox_fun.data.cache_cli:main",
+            "videox-data = videox_fun.data.data_cli:main",
             "videox-doctor = optim_patches.doctor.cli:main",
             "videox-lora = videox_fun.utils.lora_cli:main",
         ]
@@ -55,6 +56,8 @@ setup(
         "gpu": GPU,
         "deepspeed": ["deepspeed>=0.18"],
         "demo": DEMO,
+        # Another detector of cuts for videox-data scenes.
+        "prepare": ["scenedetect>=0.6.7"],
         # Liger's kernels are tested on the CPU through Triton's interpreter.
         "dev": [*GPU, *DEMO, "triton>=3.5; platform_system == 'Linux'", "pytest>=8", "pytest-xdist>=3.6",
                 "hypothesis>=6", "ruff>=0.12"],

@@ -223,6 +223,14 @@ class VideoReader(AbstractContextManager):
         self._size = image.shape[:2]
         return image
 
+    def frames(self) -> Iterator[np.ndarray]:
+        """All frames in order, one at a time."""
+        self._start_clock()
+        self._container.seek(self._table.first_stamp(), stream=self._stream, backward=True)
+        for frame in self._container.decode(self._stream):
+            self._check_time()
+            yield self._to_rgb(frame)
+
     def decodable(self) -> Iterator[int]:
         """Decode everything from the start and count: yields the number of each frame that really comes out."""
         self._start_clock()

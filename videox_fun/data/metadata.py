@@ -213,15 +213,17 @@ def check_rows(
     """One line per problem, each with the row, the key and what to write instead."""
     problems: list[str] = []
     for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            problems.append(f"{where(index)}: is a {type(row).__name__}, expected an object with {schema.required}")
-            continue
-        problems.extend(f"{where(index)}: {text}" for text in _row_problems(row, schema))
-    _warn_misspelt(rows, schema, where)
+        problems.extend(f"{where(index)}: {text}" for text in row_problems(row, schema))
+    for name, what, fix in misspelt(rows, schema, where):
+        logger.warning("%s: %s; %s", name, what, fix)
     return problems
 
 
-def _row_problems(row: dict[str, Any], schema: RowSchema) -> Iterator[str]:
+def row_problems(row: Any, schema: RowSchema) -> Iterator[str]:
+    """What makes a row unusable, each with what to write instead."""
+    if not isinstance(row, dict):
+        yield f"is a {type(row).__name__}, expected an object with {schema.required}"
+        return
     unknown = [key for key in row if key not in schema.known]
     for key in schema.required:
         if key not in row:
@@ -278,8 +280,10 @@ def _nearest(name: str, schema: RowSchema) -> str | None:
     return close[0] if close else None
 
 
-def _warn_misspelt(rows: Sequence[Any], schema: RowSchema, where: Callable[[int], str]) -> None:
-    """Unknown keys are allowed (people keep notes in rows); those that look like a slip are named once."""
+def misspelt(
+    rows: Sequence[Any], schema: RowSchema, where: Callable[[int], str]
+) -> Iterator[tuple[str, str, str]]:
+    """``(row, what, fix)``. Unknown keys are allowed (people keep notes in rows); slips are named once."""
     seen: set[str] = set()
     for index, row in enumerate(rows):
         for key in row if isinstance(row, dict) else ():
@@ -288,18 +292,18 @@ def _warn_misspelt(rows: Sequence[Any], schema: RowSchema, where: Callable[[int]
             seen.add(key)
             guess = _nearest(key, schema)
             if guess is not None and guess not in row:
-                logger.warning("%s: unknown key %r is ignored; did you mean %r?", where(index), key, guess)
+                yield where(index), f"unknown key {key!r} is ignored", f"did you mean {guess!r}?"
 
 
-def follow_the_file(rows: list[dict[str, Any]], where: Callable[[int], str]) -> None:
-    """Set ``type`` by the file's ending, and say where it differed."""
+def follow_the_file(rows: list[dict[str, Any]], where: Callable[[int], str] | None) -> None:
+    """Set ``type`` by the file's ending, and (with ``where``) say where it differed."""
     changed: dict[str, list[str]] = {}
     for index, row in enumerate(rows):
         kind = media_kind(row["file_path"]) if "file_path" in row else None
         if kind is None:
             continue
         given = row.get("type")
-        if given is not None and given != kind:
+        if where is not None and given is not None and given != kind:
             changed.setdefault(f"type {given!r} for a {kind} file: treated as {kind}", []).append(where(index))
         row["type"] = kind
     for what, rows_named in changed.items():

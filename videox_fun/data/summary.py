@@ -18,8 +18,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from videox_fun.data.bucket_sampler import resolve
+from videox_fun.data.captions import caption_warnings
 from videox_fun.data.collate import CollateRules
-from videox_fun.data.decode import DecodeError
 from videox_fun.data.geometry import (
     ASPECT_RATIO_512,
     ASPECT_RATIO_RANDOM_CROP_512,
@@ -88,6 +88,7 @@ class DataSummary:
     groups: list[SizeGroup] = field(default_factory=list)
     batching: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    infos: dict[int, MediaInfo] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> int:
@@ -119,8 +120,8 @@ def _shown(lines: Sequence[str]) -> list[str]:
     return [*lines[:_SHOWN], *more]
 
 
-def summarize(module: DataModule, *, probe_seconds: float = 30.0) -> DataSummary:
-    """See ``DataModule.summary``."""
+def summarize(module: DataModule, *, probe_seconds: float = 30.0, allow_empty: bool = False) -> DataSummary:
+    """See ``DataModule.summary``; with ``allow_empty`` a set without one usable row is no error."""
     options, dataset = module.options, module.dataset
     rows = dataset.dataset
     first_item = {rows.source_row(index): index for index in reversed(range(len(rows)))}
@@ -134,11 +135,13 @@ def summarize(module: DataModule, *, probe_seconds: float = 30.0) -> DataSummary
     summary.seconds, summary.openable = time.monotonic() - started, len(unique)
     summary.opened = len(infos) + len(failures)
     summary.dropped.update(failures)
+    summary.infos = infos
     _describe(summary, unique, infos, options)
     summary.batching = batching(module, summary)
+    summary.warnings += caption_warnings(unique)
     for row, reason in summary.dropped.items():
         dataset.bad_rows.mark(row, reason)
-    if summary.kept == 0:
+    if summary.kept == 0 and not allow_empty:
         raise ValueError("\n".join([f"{summary.source}: no row is usable", *summary.lines()]))
     return summary
 
@@ -174,7 +177,7 @@ def probe_rows(
         kind = "video" if is_video(row) else "image"
         try:
             return number, probe_media(path, kind=kind, upstream_compat=options.upstream_compat)
-        except (DecodeError, OSError) as error:
+        except (ValueError, OSError) as error:
             return number, f"{row['file_path']}: {error}"
 
     infos: dict[int, MediaInfo] = {}

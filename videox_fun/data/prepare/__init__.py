@@ -1,0 +1,1 @@
+"""From raw videos to training clips: cuts, measures and captions, each resumable."""
