@@ -22,7 +22,7 @@ from optim_patches.audit.live_view import View
 from optim_patches.audit.text import Text, join, same, size
 
 PLAN_NAME = "plan.json"
-_PLAN_KEYS = ("peak_bytes", "predicted_peak_bytes", "device_peak_bytes", "peak")
+_PLAN_KEYS = {"device": ("device_peak_bytes", "peak_bytes"), "process": ("host_peak_bytes", "peak_bytes")}
 _SHOWN = 0.0005  # shares that round to 0.0 % are in the file only
 NAMES = {
     "data": Text("waiting for data", "等待数据"), "vae": Text("VAE", "VAE"), "text": Text("text encoder", "文本编码器"),
@@ -180,7 +180,7 @@ def look_back(
     return SecondLook(
         steps=whole.steps, seconds=sum(whole.host.values()), clock=clock, shares=shares, steady_steps=steady.steps,
         step_s=seconds / max(steady.steps, 1), tokens_per_s=steady.tokens / seconds if seconds else 0.0,
-        peak_bytes=peak, peak_of=whose, planned_bytes=planned_peak(folder), recompiles=recompiles,
+        peak_bytes=peak, peak_of=whose, planned_bytes=planned_peak(folder, whose), recompiles=recompiles,
         idle=idle, idle_source=source if idle is not None else None,
         **_rates(view, steady, seconds, calls=_calls(view, warm or whole)),
     )  # fmt: skip
@@ -228,14 +228,17 @@ def peak_memory(device: str) -> tuple[int | None, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
-def planned_peak(folder: Path) -> int | None:
-    """The device peak that a plan in the run's folder predicted; whatever cannot be read is no plan."""
+def planned_peak(folder: Path, whose: str) -> int | None:
+    """The peak of ``device`` or ``process`` that a plan in the run's folder predicted; what cannot be read is no plan.
+
+    A plan counts the host by machine: it is that of the process where there is one.
+    """
     try:
         data = json.loads((folder / PLAN_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    for section in (data, data.get("plan"), data.get("device")) if isinstance(data, dict) else ():
-        for key in _PLAN_KEYS:
+    for section in (data, data.get("plan")) if isinstance(data, dict) else ():
+        for key in _PLAN_KEYS[whose]:
             value = section.get(key) if isinstance(section, dict) else None
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
                 return int(value)

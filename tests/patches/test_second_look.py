@@ -267,18 +267,24 @@ def test_the_devices_own_times_come_first(finished: Run, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("content", "planned"),
-    [('{"peak_bytes": 2048}', 2048), ('{"plan": {"peak_bytes": 4096.0}}', 4096), ('{"peak_bytes": "many"}', None),
+    [('{"device_peak_bytes": 2048, "host_peak_bytes": 4096}', 2048), ('{"plan": {"peak_bytes": 4096.0}}', 4096), ('{"peak_bytes": "many"}', None),
      ('{"peak_bytes": true}', None), ("[1]", None), ("{broken", None), ("[" * 100_000, None), ('{"plan": 3}', None)],
 )  # fmt: skip
 def test_a_plan_is_compared_when_it_can_be_read(
     content: str, planned: int | None, finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert planned_peak(tmp_path) is None
+    assert planned_peak(tmp_path, "device") is None
     (tmp_path / "plan.json").write_text(content)
-    assert planned_peak(tmp_path) == planned
+    assert planned_peak(tmp_path, "device") == planned
     monkeypatch.setattr(second_look, "peak_memory", lambda device: (3072, "device"))
     text = "\n".join(line.en for line in look_back(view_of(finished, phases=phases()), folder=tmp_path).lines())
     assert ("planned 2.0 KiB (+50 %)" in text) == (planned == 2048) and "3.0 KiB" in text
+
+
+def test_on_a_cpu_the_plan_of_the_host_counts(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"device_peak_bytes": 2048, "host_peak_bytes": 4096}')
+    look = look_back(view_of(finished, phases=phases()), folder=tmp_path)
+    assert look.peak_of == "process" and look.planned_bytes == 4096
 
 
 def test_idle_time_is_sampled_where_it_can_be_read() -> None:
