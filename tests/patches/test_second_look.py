@@ -267,7 +267,8 @@ def test_the_devices_own_times_come_first(finished: Run, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("content", "planned"),
-    [('{"device_peak_bytes": 2048, "host_peak_bytes": 4096}', 2048), ('{"plan": {"peak_bytes": 4096.0}}', 4096), ('{"peak_bytes": "many"}', None),
+    [('{"device_peak_bytes": 2048, "host_peak_bytes": 4096}', 2048),
+     ('{"plan": {"peak_bytes": 4096.0}}', 4096), ('{"peak_bytes": "many"}', None),
      ('{"peak_bytes": true}', None), ("[1]", None), ("{broken", None), ("[" * 100_000, None), ('{"plan": 3}', None)],
 )  # fmt: skip
 def test_a_plan_is_compared_when_it_can_be_read(
