@@ -250,7 +250,7 @@ def cached_latents(view: View) -> LiveRow:
     per_step = {role: round(number / micro, 2) for role, number in sorted(calls.items())}
     listing = ", ".join(f"{role} {number}" for role, number in per_step.items()) or "0"
     evidence = Text(f"encoder calls per micro-step: {listing}", f"每微步编码器调用：{listing}")
-    evidence += cache_share(view, "latents", "masked", "image")
+    evidence += cache_share(view, "latents", "masked", "control", "ref", "image")
     if view.value("cache_latents"):
         return row("G10", ENABLED, evidence, view.asked("cache_latents"), exercised=not calls.get("vae", 0) or None,
                    per_step=per_step)  # fmt: skip

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Case, Case, Case, Case]] = {
     "G2": (c("--dataloader_num_workers=4"), c("--dataloader_num_workers=0 --cache_latents"), c(), c(script=REWARD)),
     "G3": (c("--enable_bucket"), c(data={"rows": 2, "sizes": [(64, 32, "video"), (64, 32, "video")]}), c(data=MIXED),
            c(script=REWARD)),
-    "G4": (c("--random_hw_adapt"), c(), c("--training_with_video_token_length"), c("--cache_latents")),
+    "G4": (c("--random_hw_adapt"), c(), c("--training_with_video_token_length"), c(FIXED)),
     "G5": (c("--training_with_video_token_length"), c(), c(data=MIXED), c(FIXED)),
     "G6": (c("--auto_tile_batch_size"), c(), c(data=MIXED), c(launcher=ZERO3, gpus=8)),
     "G7": (c("--keep_all_node_same_token_length", launcher="--num_machines 2"), c(launcher="--num_machines 2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import multiprocessing
@@ -84,18 +83,6 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplo
     store = CacheStore(tmp_path / "file")
     assert not store.write(TEXT, KEY, tensors()) and not store.write(TEXT, KEY, tensors())
     assert caplog.text.count("cannot be written") == 1
-
-
-def test_a_full_disk_leaves_no_half_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, content: bytes) -> int:
-        with open(path, "wb") as handle:
-            handle.write(content[:10])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    store = CacheStore(tmp_path)
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert not store.write(TEXT, KEY, tensors())
-    assert store.read(TEXT, KEY) is None and not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def _write_many(root: str, value: float) -> None:

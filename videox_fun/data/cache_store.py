@@ -67,12 +67,19 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write aside and rename, so that ``path`` is always whole. Raises ``OSError``."""
+def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write aside and rename, so that ``path`` is always whole; ``durable`` also when the power fails.
+
+    Raises ``OSError``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        aside.write_bytes(content)
+        with open(aside, "wb") as handle:
+            handle.write(content)
+            if durable:
+                handle.flush()
+                os.fsync(handle.fileno())
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -143,7 +150,7 @@ class CacheStore:
             self.full()
             return False
         try:
-            replace_file(self.path(kind, key, origin=origin), content)
+            replace_file(self.path(kind, key, origin=origin), content, durable=True)
         except OSError as error:
             self._warn("unwritten", "%s: an entry cannot be written (%s); training goes on without it. This is said "
                        "once.", self.root, error, once=True)

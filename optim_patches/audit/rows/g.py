@@ -11,7 +11,7 @@ T = Text
 FEW = 100
 _NO_FLAG = T("this script has no such flag", "该脚本没有此参数")
 _FIXED = T("--fix_sample_size turns it off", "--fix_sample_size 会关闭它")
-_CACHED = T("sizes are fixed by the latent cache", "latent 缓存已固定尺寸")
+_CACHED = T("sizes are fixed by the prepared files", "预编码文件已固定尺寸")
 _ONE_NODE = T("one node", "单机训练")
 
 
@@ -68,7 +68,7 @@ def _g3_advice(f: Facts) -> Advice | None:
 def _g4_blocked(f: Facts) -> Text | None:
     if not f.accepts("random_hw_adapt"):
         return _NO_FLAG
-    if f.cached:
+    if f.cached and not f.options.on("cache_latents"):
         return _CACHED
     if f.options.on("cuda_graph"):
         return T("CUDA graphs need fixed shapes", "CUDA Graph 需要固定形状")
@@ -86,7 +86,7 @@ def _g4_advice(f: Facts) -> Advice | None:
 def _g5_blocked(f: Facts) -> Text | None:
     if not f.accepts("training_with_video_token_length"):
         return _NO_FLAG
-    if f.cached:
+    if f.cached and not f.options.on("cache_latents"):
         return _CACHED
     return _FIXED if f.options.given("fix_sample_size") and f.options.on("enable_bucket") else None
 
@@ -150,6 +150,8 @@ def _g8_advice(f: Facts) -> Advice | None:
 def _g9_blocked(f: Facts) -> Text | None:
     if not f.accepts("random_frame_crop"):
         return _NO_FLAG
+    if f.options.on("cache_latents"):
+        return T("cached latents hold all their frames", "缓存的 latent 含全部帧")
     return _CACHED if f.cached else None
 
 

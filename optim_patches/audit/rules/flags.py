@@ -226,11 +226,18 @@ def _text_in_loader(f: Facts, _: Project) -> Iterator[Hit]:
 
 
 def _cache_random(f: Facts, _: Project) -> Iterator[Hit]:
-    names = ("random_hw_adapt", "random_ratio_crop", "random_frame_crop", "training_with_video_token_length")
-    drawn = [name for name in names if f.options.on(name)]
-    if f.options.on("cache_latents") and drawn:
-        text = T("--cache_latents keeps one size per clip, {0} draw sizes anew",
-                 "--cache_latents 每个视频只存一种尺寸，而 {0} 会重新抽取")
+    if not f.options.on("cache_latents"):
+        return
+    cut = [name for name in ("random_frame_crop", "keep_all_node_same_token_length", "auto_tile_batch_size")
+           if f.options.on(name)]
+    if cut:
+        text = T("{0} changes batches after they are read: clips are decoded and the VAE stays loaded, the cache only "
+                 "spares encoding", "{0} 在读取后改变批次：仍需解码视频并加载 VAE，缓存只省去编码")
+        yield Hit(text.format(" ".join(f"--{name}" for name in cut)))
+    drawn = [name for name in ("random_hw_adapt", "random_ratio_crop") if f.options.on(name)]
+    if drawn and not f.options.given("cache_budget_gb"):
+        text = T("with {0} the cache holds an entry for each size a clip may get; --cache_budget_gb limits it",
+                 "{0} 下缓存为每个可能的尺寸各存一份；可用 --cache_budget_gb 限制大小")
         yield Hit(text.format(" ".join(f"--{name}" for name in drawn)))
 
 
@@ -262,7 +269,7 @@ RULES = (
     Rule("prefetch-without-workers", "error", T("prefetch without workers", "没有 worker 的预取"), _prefetch),
     Rule("text-encoder-in-loader", "warning", T("text encoder in the loader",
                                                 "DataLoader 中的文本编码器"), _text_in_loader),
-    Rule("cache-random-sizes", "error", T("cache against random sizes", "缓存与随机尺寸冲突"), _cache_random),
+    Rule("cache-random-sizes", "warning", T("cache with random sizes", "缓存与随机尺寸"), _cache_random),
     Rule("hub-token", "error", T("token with wandb", "wandb 与 token"), _tracker),
     Rule("frame-count", "warning", T("frame count", "帧数"), _frames),
 )
