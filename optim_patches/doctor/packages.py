@@ -30,6 +30,7 @@ NEEDED: dict[str, str] = {
     "matplotlib": "3.9",
     "rich": "13",
     "tqdm": "4.66",
+    "fsspec": "2024.2",
 }
 
 #: Optional packages: what they give, how to get them, whether they need a CUDA device.
