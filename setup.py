@@ -50,6 +50,7 @@ setup(
             "videox-data = videox_fun.data.data_cli:main",
             "videox-doctor = optim_patches.doctor.cli:main",
             "videox-lora = videox_fun.utils.lora_cli:main",
+            "videox-plan = videox_fun.training.plan_cli:main",
         ]
     },
     extras_require={

@@ -35,6 +35,7 @@ from optim_patches.base import (
     Verdict,
     join_names,
 )
+from optim_patches.plan.flags import PLAN_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ def load_patch(name: str) -> OptimPatch:
 
 
 def all_flags() -> list[PatchFlag]:
-    """The audit's flags and those of every registered patch, in the order of ``PATCHES``."""
-    flags = list(AUDIT_FLAGS)
+    """Flags of the audit and the planner, and those of every registered patch, in the order of ``PATCHES``."""
+    flags = [*AUDIT_FLAGS, *PLAN_FLAGS]
     for name in PATCHES:
         flags.extend(load_patch(name).flags)
     seen: set[str] = set()

@@ -230,7 +230,7 @@ class _Rotary(torch.autograd.Function):
 
 def apply_rope(x: Tensor, freqs: Tensor) -> Tensor:
     """Rotate neighbouring pairs of ``x [B, L, heads, E]`` by ``freqs [L, E/2, 2]`` (cosine, sine)."""
-    if not torch.compiler.is_compiling() and x.device.type in ("cpu", "cuda"):
+    if not torch.compiler.is_compiling() and x.device.type in ("cpu", "cuda", "meta"):
         return _Rotary.apply(x, torch.view_as_complex(freqs).unsqueeze(1))
     even, odd = _upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = freqs.unsqueeze(1).unbind(-1)

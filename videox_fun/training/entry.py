@@ -39,9 +39,15 @@ def train(script_id: str, argv: Sequence[str] | None = None) -> int:
     spec = get_spec(script_id)
     args = parse_args(spec, argv)
     _configure_logging()
+    from videox_fun.training.planning import PlanShown, change_flags
+
     try:
+        change_flags(spec, args)
         trainer = build_trainer(spec, args)
         trainer.setup()
+    except PlanShown:
+        _leave_group()
+        return 0
     except ValueError as error:
         if os.environ.get("VIDEOX_TRACEBACK"):
             raise

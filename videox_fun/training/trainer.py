@@ -22,7 +22,7 @@ from optim_patches.audit import clock
 from optim_patches.base import Stage, Target
 from videox_fun.data.bad_rows import DataError
 from videox_fun.recipes.base import Recipe
-from videox_fun.training import activation, batches, launch, meters
+from videox_fun.training import activation, batches, launch, meters, planning
 from videox_fun.training.checkpoint import CheckpointManager
 from videox_fun.training.clipping import ClipResult, GradientClipper
 from videox_fun.training.context import Components, Player, RunContext
@@ -82,6 +82,7 @@ class Trainer:
             self.target.extras["data_summary"] = summary
             for line in summary.lines():
                 logger.info("%s", line)
+        planning.before_weights(ctx, self.data, self.target.extras["denoiser_config"])
         self.held_out = build_held_out(ctx, self.recipe)
         with ctx.patches.loading(self.target):
             self.components: Components = self.recipe.load(ctx)
