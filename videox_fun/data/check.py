@@ -106,7 +106,7 @@ def check(
     probe_seconds: float | None = None,
 ) -> CheckReport:
     """Check the data that ``options`` name. Files are opened for ``probe_seconds`` at most (without it: as long as rows
-    lack facts, and for 5 s where they have them)."""
+    lack facts, and for 2 s where they have them)."""
     started = time.monotonic()
     report = CheckReport(str(options.train_data_meta))
     try:
@@ -179,7 +179,7 @@ def _check_set(options: DataOptions, report: CheckReport, *, probe_seconds: floa
     rows = {module.dataset.dataset.source_row(index): row for index, row in enumerate(module.dataset.dataset)}
     if options.kind not in ("text", "safetensors"):
         if probe_seconds is None:
-            probe_seconds = 5.0 if all(info_of_row(row) is not None for row in rows.values()) else 3600.0
+            probe_seconds = 2.0 if all(info_of_row(row) is not None for row in rows.values()) else 3600.0
         report.summary = summarize(module, probe_seconds=probe_seconds, allow_empty=True)
         for number, reason in sorted(report.summary.dropped.items()):
             fix = ("lower --video_sample_stride or leave the row out" if "too short" in reason else

@@ -14,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import lru_cache
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from videox_fun.data.bucket_sampler import resolve
@@ -164,14 +165,13 @@ def probe_rows(
 ) -> tuple[dict[int, MediaInfo], dict[int, str]]:
     """``(facts, failures)`` of the rows whose files could be opened within ``seconds``."""
     sizeless = [number for number, row in rows.items() if to_size(row.get("width")) is None]
-    sized = [number for number in rows if number not in set(sizeless)]
+    missing = set(sizeless)
+    sized = [number for number in rows if number not in missing]
     step = max(int(len(sized) ** 0.5), 1)
     order = sizeless + [sized[index] for start in range(step) for index in range(start, len(sized), step)]
     deadline = time.monotonic() + seconds
 
-    def work(number: int) -> tuple[int, MediaInfo | str | None]:
-        if time.monotonic() > deadline:
-            return number, None
+    def work(number: int) -> tuple[int, MediaInfo | str]:
         row = rows[number]
         path = resolve(row["file_path"], options.train_data_dir)
         kind = "video" if is_video(row) else "image"
@@ -183,10 +183,12 @@ def probe_rows(
     infos: dict[int, MediaInfo] = {}
     failures: dict[int, str] = {}
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
-        for number, result in pool.map(work, order):
+        # Blocks, so that what lies beyond the time limit is not even queued.
+        blocks = (order[start : start + 64] for start in range(0, len(order), 64) if time.monotonic() < deadline)
+        for number, result in chain.from_iterable(pool.map(work, block) for block in blocks):
             if isinstance(result, MediaInfo):
                 infos[number] = result
-            elif result is not None:
+            else:
                 failures[number] = result
     return infos, failures
 
@@ -256,7 +258,8 @@ def info_of_row(row: dict[str, Any]) -> MediaInfo | None:
     return MediaInfo("video" if video else "image", height, width, frames or 1, to_rate(row.get("fps")) or 0.0)
 
 
-def _bucket_name(kind: str, size: Sequence[Any]) -> str:
+@lru_cache(maxsize=65536)
+def _bucket_name(kind: str, size: tuple[int, int]) -> str:
     _, ratio = get_closest_ratio(size[0], size[1], ratios=ASPECT_RATIO_512)
     return f"{kind} {ratio:g}"
 
