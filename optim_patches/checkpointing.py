@@ -15,7 +15,8 @@ The results are those of plain checkpointing, bit for bit.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -216,8 +217,12 @@ class Recomputation:
     def _keeping_attention(self, module: nn.Module, *args: Any) -> Any:
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+        def run(*inputs: Any) -> Any:
+            with uncached_casts():
+                return module(*inputs)
+
         contexts = partial(create_selective_checkpoint_contexts, self._policy)
-        return checkpoint(module.__call__, *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
     def _policy(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import CheckpointPolicy
@@ -226,6 +231,19 @@ class Recomputation:
             return CheckpointPolicy.PREFER_RECOMPUTE
         self.log.kept_results += not context.is_recompute
         return CheckpointPolicy.MUST_SAVE
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Autocast makes each cast anew, as it does in a recomputation: operators are counted, and must be the same."""
+    import torch
+
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def is_attention(operator: Any) -> bool:
@@ -270,7 +288,7 @@ def measure(block: nn.Module, args: tuple[Any, ...]) -> Sizes:
     inputs = [value.detach().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value for value in args]
     device = next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), Watch():
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), uncached_casts(), Watch():
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             block._call_impl(*inputs)
     return sizes

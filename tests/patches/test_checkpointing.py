@@ -13,6 +13,7 @@ from optim_patches.registry import PatchManager, PatchRefused
 from tests.patches.wan import (
     ADAPTERS,
     SHAPES,
+    assert_close,
     gradients,
     make_args,
     make_inputs,
@@ -72,6 +73,26 @@ def test_drop_outs_draw_the_same_numbers():
         torch.manual_seed(5)
         found.append(gradients(model, make_inputs()))
     assert same_tensors(*found) == []
+
+
+@pytest.mark.parametrize("flags", [KEEP, {"checkpointing_budget_gb": 2e-5}], ids=["keep", "budget"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_under_autocast(flags, forwards):
+    """The second forward could use casts of the adapters that the first one made; a recomputation could not."""
+    plain, other = twins(prepared(layers=2))
+    manager = patched(other, **flags)
+    found = []
+    for model in (plain, other):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = sum(model(**make_inputs(seed=seed)).float().square().mean() for seed in range(forwards))
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    if forwards == 1:
+        assert same_tensors(*found) == []
+    else:  # a shared cast adds the two gradients in bfloat16
+        assert_close(found[1], found[0], dtype=torch.bfloat16, factor=2)
+    assert manager.outcome("checkpointing").evidence.facts["calls_with_kept_attention"] > 0
 
 
 def test_kept_attention_is_not_computed_again():
