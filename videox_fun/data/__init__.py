@@ -13,6 +13,7 @@ _BUCKET = (
 _DATASETS = (
     "ImageVideoControlDataset ImageVideoDataset ImageVideoSafetensorsDataset ImageVideoSampler TextDataset"
 )
+_VIDEOS = "VideoAnimateDataset VideoDataset VideoSpeechControlDataset VideoSpeechDataset WebVid10M"
 _UTILS = (
     "VIDEO_READER_TIMEOUT Camera VideoReader_contextmanager custom_meshgrid get_random_mask get_relative_pose "
     "get_video_reader_batch padding_image process_pose_file process_pose_params ray_condition resize_frame "
@@ -23,6 +24,8 @@ _ENGINE = {"DataModule": "module", "DataOptions": "module", "build_data": "modul
 _HOME: dict[str, str] = {
     **dict.fromkeys(_BUCKET.split(), "bucket_sampler"),
     **dict.fromkeys(_DATASETS.split(), "dataset_image_video"),
+    **dict.fromkeys(_VIDEOS.split(), "dataset_video"),
+    "CC15M": "dataset_image",
     **dict.fromkeys(_UTILS.split(), "utils"),
     **_ENGINE,
 }
