@@ -18,6 +18,7 @@ import torch
 
 from videox_fun.training.checkpoint_settings import saved_seed
 from videox_fun.training.context import RunContext
+from videox_fun.training.deepspeed_config import check_deepspeed_file
 from videox_fun.training.residency import Residency
 from videox_fun.training.state import RngStreams
 from videox_fun.training.tracking import check_report_to
@@ -52,6 +53,9 @@ def make_accelerator(args: argparse.Namespace) -> tuple[Accelerator, str]:
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import ProjectConfiguration
 
+    configured = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and configured != "none":
+        check_deepspeed_file(configured)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     precision = args.mixed_precision or (launched if launched in DTYPES else "no")
     if args.mixed_precision and launched in DTYPES and launched not in ("no", args.mixed_precision):
