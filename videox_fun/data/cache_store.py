@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from videox_fun.data.storage import is_url, media_stat, open_media
@@ -183,20 +184,41 @@ def read_header(path: Path) -> dict[str, str]:
     return _open(path, tensors=False)[0]
 
 
-def _open(path: Path, *, tensors: bool) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
 
-    if not path.is_file():
-        raise FileNotFoundError(path)
+
+def _open(path: Path, *, tensors: bool) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """A safetensors file in one read: faster than mapping it for values that are all needed at once, and a file that
+    is cut off meanwhile is an error, not a signal that ends the process."""
+    with open(path, "rb", buffering=0) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        content = np.empty(size if tensors else 0, dtype=np.uint8)
+        if tensors and handle.readinto(content) != size:
+            raise Damaged(f"{path} is damaged or cut off (it became shorter)")
+        start = content[:8].tobytes() if tensors else handle.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 0 < length <= size - 8:
+            raise Damaged(f"{path} is damaged or cut off ({size} bytes)")
+        text = content[8 : 8 + length].tobytes() if tensors else handle.read(length)
     try:
-        with safe_open(str(path), framework="pt") as handle:
-            header = handle.metadata() or {}
-            found = {name: handle.get_tensor(name) for name in handle.keys()} if tensors else {}
-    except SafetensorError as error:
-        raise Damaged(f"{path} is damaged or cut off ({error})") from error
+        layout = json.loads(text)
+        header = layout.pop("__metadata__", {})
+        ends = [value["data_offsets"][1] for value in layout.values()]
+        if 8 + length + max(ends, default=0) != size:
+            raise Damaged(f"{path} is damaged or cut off ({size} bytes)")
+        values = torch.from_numpy(content[8 + length :])
+        found = {name: _tensor(values, value) for name, value in layout.items()} if tensors else {}
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        raise error if isinstance(error, Damaged) else Damaged(f"{path} is damaged ({error})") from error
     if "key" not in header:
         raise Damaged(f"{path} is not a cache entry (it has no key)")
     return header, found
+
+
+def _tensor(values: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
+    start, end = layout["data_offsets"]
+    return values[start:end].view(_TYPES[layout["dtype"]]).view(layout["shape"])
 
 
 def read_entry(path: Path, *, expected: Key | None = None, check_values: bool = False) -> dict[str, torch.Tensor]:
