@@ -4,8 +4,8 @@
 header is not used). A read seeks to the key frame before the first wanted frame and decodes up to the last one; only
 wanted frames are converted to RGB, and a per-frame transform (the resize) runs at once, so that full-size frames never
 pile up. The frame table comes from the index of the file when frames are stored in display order, else from one pass
-over the packets. Rotation metadata is applied. Everything is closed on success and on error, and one clip may take at
-most ``VIDEO_READER_TIMEOUT`` seconds.
+over the packets. Rotation metadata is applied and transparency composited over white. Everything is closed on success
+and on error, and one clip may take at most ``VIDEO_READER_TIMEOUT`` seconds.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ class VideoReader(AbstractContextManager):
                 break
 
     def _to_rgb(self, frame: Any) -> np.ndarray:
-        image = frame.to_ndarray(format="rgb24")
+        seen_through = self._apply_rotation and any(part.is_alpha for part in frame.format.components)
+        image = _over_background(frame.to_ndarray(format="rgba")) if seen_through else frame.to_ndarray(format="rgb24")
         self._rotation = int(round(frame.rotation / 90.0)) * 90 if self._apply_rotation else 0
         if self._rotation:
             image = np.ascontiguousarray(np.rot90(image, k=self._rotation // 90))
@@ -299,6 +300,12 @@ class Frames:
 
     def asnumpy(self) -> np.ndarray:
         return self._array
+
+
+def _over_background(rgba: np.ndarray) -> np.ndarray:
+    alpha = rgba[..., 3:].astype(np.uint16)
+    mixed = rgba[..., :3] * alpha + np.array(IMAGE_BACKGROUND, np.uint16) * (255 - alpha)
+    return ((mixed + 127) // 255).astype(np.uint8)
 
 
 def _reason(error: Exception) -> str:

@@ -163,6 +163,15 @@ def read_source(path: str | Path, *, data_format: str = "auto") -> Source:
 
 
 def _read(location: Path) -> Source:
+    try:
+        return _parse(location)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{location}: not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{location}: not an annotation: it is nested too deeply") from None
+
+
+def _parse(location: Path) -> Source:
     suffix = location.suffix.lower()
     with open(fs_path(location), encoding="utf-8-sig", newline="") as handle:
         if suffix == ".csv":
