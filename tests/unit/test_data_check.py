@@ -18,6 +18,7 @@ from videox_fun.data.contact_sheet import sheet_rows, write_sheet
 from videox_fun.data.data_cli import main
 from videox_fun.data.metadata import load_rows
 from videox_fun.data.module import DataOptions, build_data
+from videox_fun.data.probe import _decode_apart
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,6 +113,25 @@ def test_control_clips_that_do_not_fit(tmp_path) -> None:
     assert re.search("row 4: a image as control of a video", codes["control-kind"][0])
     assert re.search("row 5: no control clip; black is trained", codes["no-control"][0])
     assert re.search(r"row 6: .*gone\.mp4 does not exist", codes["missing-file"][0])
+
+
+def test_clips_that_break_in_the_middle_are_found_by_decoding(tmp_path, monkeypatch) -> None:
+    """Bytes changed in place: header, index and packets still agree."""
+    noise = np.random.default_rng(0).integers(0, 255, (30, 64, 64, 3), dtype=np.uint8)
+    whole = make_clip(tmp_path / "a.mkv", noise, codec="ffv1").read_bytes()
+    data = bytearray(whole)
+    for place in range(len(data) // 2, len(data) - 2000, 97):
+        data[place] ^= 0xFF
+    (tmp_path / "bad.mkv").write_bytes(bytes(data))
+    rows = [{"file_path": f"{name}.mkv", "text": f"clip {name}"} for name in ("a", "bad")]
+    meta = write_rows(tmp_path / "m.json", rows)
+    options = DataOptions(train_data_meta=str(meta), train_data_dir=str(tmp_path), video_sample_stride=1)
+    codes = found(check(options, decode=True))
+    assert len(codes["damaged"]) == 1 and codes["damaged"][0].startswith("error: row 2: ")
+    monkeypatch.setattr("videox_fun.data.probe._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setattr("videox_fun.data.probe._decode_apart", _decode_apart.__wrapped__)
+    crashed = found(check(options, decode=True))["damaged"]
+    assert any("row 1: " in line and "the decoder crashes on this file (signal 11)" in line for line in crashed)
 
 
 def test_tokens_are_counted_with_the_runs_tokenizer() -> None:

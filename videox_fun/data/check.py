@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ from videox_fun.data.metadata import (
     RowSchema,
     RowStore,
     follow_the_file,
+    is_video,
     misspelt,
     read_source,
     row_problems,
 )
 from videox_fun.data.module import DataModule, DataOptions, build_data
-from videox_fun.data.probe import MediaInfo, probe_media
+from videox_fun.data.probe import MediaInfo, decode_in_own_process, probe_media
 from videox_fun.data.storage import fs_path, is_plain_file
 from videox_fun.data.summary import DataSummary, frames_read, info_of_row, outcomes, summarize
 
@@ -104,9 +106,11 @@ def check(
     count_tokens: Count | None = None,
     max_tokens: int = 512,
     probe_seconds: float | None = None,
+    decode: bool = False,
 ) -> CheckReport:
     """Check the data that ``options`` name. Files are opened for ``probe_seconds`` at most (without it: as long as rows
-    lack facts, and for 2 s where they have them)."""
+    lack facts, and for 2 s where they have them). With ``decode`` every clip is decoded from end to end, each in a
+    process of its own: what crashes a decoder is found before a run meets it."""
     started = time.monotonic()
     report = CheckReport(str(options.train_data_meta))
     try:
@@ -119,7 +123,8 @@ def check(
     if sound:
         store = RowStore(with_id_token(source.rows, options.id_token)).reordered(sound)
         _check_set(replace(options, train_data_meta=store, data_format="auto", id_token=None, video_repeat=0), report,
-                   probe_seconds=probe_seconds, count_tokens=count_tokens, max_tokens=max_tokens)  # fmt: skip
+                   probe_seconds=probe_seconds, count_tokens=count_tokens, max_tokens=max_tokens,
+                   decode=decode)  # fmt: skip
     elif not report.findings:
         report.findings.append(Finding(True, "no-rows", "the annotation", "it has no rows", "write some"))
     report.seconds = time.monotonic() - started
@@ -174,7 +179,7 @@ def _absent_files(row: dict[str, Any], folder: str | None, listed: dict[str, lis
 
 # ---- what the files and the flags make of it -------------------------------------------------------------------------
 def _check_set(options: DataOptions, report: CheckReport, *, probe_seconds: float | None, count_tokens: Count | None,
-               max_tokens: int) -> None:  # fmt: skip
+               max_tokens: int, decode: bool) -> None:  # fmt: skip
     module = report.module = build_data(options)
     rows = {module.dataset.dataset.source_row(index): row for index, row in enumerate(module.dataset.dataset)}
     if options.kind not in ("text", "safetensors"):
@@ -186,6 +191,8 @@ def _check_set(options: DataOptions, report: CheckReport, *, probe_seconds: floa
                    "encode it anew or leave the row out")  # fmt: skip
             report.findings.append(Finding(True, "unusable", report.names[number], reason, fix))
         report.findings += _per_row(rows, report, options)
+        if decode:
+            report.findings += _decoded(rows, report, options)
     captions = {number: row["text"] for number, row in rows.items() if isinstance(row.get("text"), str)}
     report.findings += [Finding(False, code, report.names[number], what, fix) for code, number, what, fix in
                         caption_findings(captions, count_tokens=count_tokens, max_tokens=max_tokens)]  # fmt: skip
@@ -227,6 +234,23 @@ def _per_row(rows: Mapping[int, dict[str, Any]], report: CheckReport, options: D
                           "--video_sample_fps samples by time")  # fmt: skip
         if options.kind in ("control", "vace"):
             yield from _control(row, name, info, options)
+
+
+def _decoded(rows: Mapping[int, dict[str, Any]], report: CheckReport, options: DataOptions) -> Iterator[Finding]:
+    clips = [number for number, row in rows.items() if is_video(row) and number not in report.summary.dropped]
+
+    def work(number: int) -> str | None:
+        path = resolve(rows[number]["file_path"], options.train_data_dir)
+        try:
+            listed, count = probe_media(path, kind="video").frames, decode_in_own_process(path)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return None if count >= listed else f"only {count} of {listed} frames can be decoded"
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        for number, problem in zip(clips, pool.map(work, clips), strict=True):
+            if problem is not None:
+                yield Finding(True, "damaged", report.names[number], problem, "encode it anew or leave the row out")
 
 
 def _effect(key: tuple[str, int, int, int], options: DataOptions) -> tuple[float, float]:

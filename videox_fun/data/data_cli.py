@@ -60,6 +60,8 @@ def _check_flags(parser: argparse.ArgumentParser) -> None:
         run.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--tokenizer", type=Path, help="Folder of the run's tokenizer, to count tokens of captions.")
     parser.add_argument("--probe_seconds", type=float, help="Open files for at most this long.")
+    parser.add_argument("--decode", action="store_true",
+                        help="Decode every clip from end to end, in processes apart.")  # fmt: skip
     parser.add_argument("--sheet", type=Path, action="append", default=[], metavar="FILE",
                         help="Draw what is trained, as .png or .html; may be repeated.")  # fmt: skip
     parser.add_argument("--sheet_rows", type=int, default=16, help="Rows of the sheet.")
@@ -119,7 +121,7 @@ def run_check(args: argparse.Namespace) -> int:
 
     options = DataOptions.from_args(args, train_data_meta=args.source, text_drop_ratio=0.0)
     report = check(options, count_tokens=_token_counter(args.tokenizer), max_tokens=args.tokenizer_max_length,
-                   probe_seconds=args.probe_seconds)  # fmt: skip
+                   probe_seconds=args.probe_seconds, decode=args.decode)  # fmt: skip
     _say("\n".join(report.lines()))
     if args.json is not None:
         replace_text(args.json, json.dumps(report.as_dict(), ensure_ascii=False, indent=1) + "\n")
