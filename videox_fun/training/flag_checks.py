@@ -116,19 +116,15 @@ def check_paths(args: argparse.Namespace) -> None:
     if getattr(args, "train_data_meta", "") is None:
         raise ValueError("--train_data_meta is needed: a csv, json or jsonl file whose rows have file_path, text and "
                          "type.")
-    if not _names_shards(getattr(args, "train_data_meta", None)):
-        _need(args, "train_data_meta")
+    for name in ("train_data_meta", "validation_data_meta"):  # files, folders, or shards behind a pattern or a URL
+        meta = getattr(args, name, None)
+        if meta and not (meta.endswith(".tar") or "://" in meta or Path(meta).exists()):
+            raise ValueError(f"--{name}: {describe_missing(meta)}")
     _need(args, "train_data_dir", folder=True)
-    _need(args, "validation_data_meta")
     _need(args, "validation_data_dir", folder=True)
     for path in getattr(args, "validation_paths", None) or ():
         if not Path(path).exists():
             raise ValueError(f"--validation_paths: {describe_missing(path)}")
-
-
-def _names_shards(meta: str | None) -> bool:
-    """Whether the data are tar shards behind a URL or a pattern, which reading them tells."""
-    return bool(meta) and (meta.endswith(".tar") or "://" in meta)
 
 
 def _need(args: argparse.Namespace, name: str, *, folder: bool = False) -> None:
