@@ -2,10 +2,10 @@
 
 ``read``: entries of the size of 81 frames at 480p, read in random order through the cache, against reading the same
 files from first to last byte; the page cache holds them. ``precompute``: the same set filled by one process and by two,
-one thread each, without the time to start; seconds, and processor seconds of the busier process. ``decode``: 49 frames at stride 2 at
-random places of a 60 s 720p H.264 clip, against decoding from the start up to the last wanted frame. All in turns.
-``read`` and ``precompute`` take the best round, ``decode`` the mean over places; ``read`` and ``decode`` count processor
-time, so that other programs do not disturb them.
+one thread each, without the time to start; seconds, and processor seconds of the busier process. ``decode``: 49 frames
+at stride 2 at random places of a 60 s 720p H.264 clip, against decoding from the start up to the last wanted frame.
+All in turns; the best round, for ``decode`` the mean over places. ``read`` and ``decode`` count processor time, so that
+other programs do not disturb them.
 """
 
 from __future__ import annotations

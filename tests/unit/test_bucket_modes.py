@@ -15,6 +15,8 @@ from tests.unit import real_runs
 from tests.unit.data_kit import Streams, open_loader, write_rows
 from tests.unit.test_data_loader import E2E, options, steps
 from videox_fun.data.batch_plan import split_evenly
+from videox_fun.data.geometry import get_closest_ratio
+from videox_fun.data.summary import DataSummary, batching
 
 QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SIZES = st.lists(st.tuples(st.sampled_from([(32, 64), (64, 32), (48, 48)]), st.sampled_from([3, 9, 20])), min_size=1,
@@ -98,6 +100,24 @@ def test_balanced_ranks_draw_the_same_sizes() -> None:
         loader, _, _ = open_loader(opts, rank=rank, world=2)
         shapes.append([batch["pixel_values"].numel() for epoch in range(3) for batch, _ in loader.epoch(epoch)])
     assert shapes[0] == shapes[1] and len(set(shapes[0])) > 1
+
+
+def test_case_33_a_larger_global_batch_loses_no_clip(tmp_path: Path) -> None:
+    """81 clips of 20 aspect ratios, batches of 4 on 2 ranks."""
+    sizes = [((int(512 * (0.4 + 0.15 * (n % 20))) // 16 * 16, 512), 9) for n in range(81)]
+    meta = {"train_data_meta": str(rows_file(tmp_path, sizes)), "train_batch_size": 4}
+    seen = {mode: Counter(index for rank in range(2) for _, request in requests(options(**meta, bucket_mode=mode),
+                          rank=rank, world=2, epochs=range(1)) for index in request.indices)
+            for mode in ("upstream", "complete")}
+    assert seen["complete"] == Counter(range(81)) and len(seen["upstream"]) < 81
+    plain = open_loader(options(**meta), world=2)[1]
+    assert any("row(s) in" in line and "wait for the next" in line for line in batching(plain, plain_summary(sizes)))
+
+
+def plain_summary(sizes: list) -> DataSummary:
+    """The summary's bucket counts, without files to open."""
+    buckets = Counter(f"video {get_closest_ratio(*size)[1]:g}" for size, _ in sizes)
+    return DataSummary("rows", len(sizes), {"video": len(sizes)}, buckets=dict(buckets))
 
 
 def test_halving_takes_the_costliest_batch() -> None:

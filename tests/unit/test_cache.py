@@ -157,7 +157,7 @@ def data_of(folder: Path, **options: Any):
     }))
 
 
-def test_pictures_and_clips_of_one_name_do_not_collide(tmp_path: Path) -> None:
+def test_case_16_pictures_and_clips_of_one_name_do_not_collide(tmp_path: Path) -> None:
     data, cache = data_of(media(tmp_path / "set")), make_cache(tmp_path / "cache")
     cache_sources.attach(cache, data, clip_starts=1)
     plans = list(cache_plan.planned(cache, data))
@@ -170,6 +170,13 @@ def test_pictures_and_clips_of_one_name_do_not_collide(tmp_path: Path) -> None:
         batch = data.collate_fn([data.dataset[entry.item]])
         assert "pixel_values" not in batch and batch["moments"].tolist() == [[number, number]]
         assert batch["source"][0]["name"] == entry.name
+
+
+def test_case_18_repeated_rows_are_planned_once(tmp_path: Path) -> None:
+    data, cache = data_of(media(tmp_path / "set"), video_repeat=20), make_cache(tmp_path / "cache")
+    cache_sources.attach(cache, data, clip_starts=1)
+    assert len(data.dataset) == 22 and len(list(cache_plan.planned(cache, data))) == 3
+    assert cache_plan.coverage(cache, data).total == 3
 
 
 def test_a_changed_clip_size_or_model_is_another_entry(tmp_path: Path) -> None:
@@ -300,21 +307,49 @@ def test_a_filled_cache_leaves_the_encoders_out_and_changes_nothing(
     assert "the VAE is loaded after all" in caplog.text and late.trainer.components.vae is not None
 
 
-def test_other_vae_weights_with_the_same_folder_are_encoded_anew(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("way", ["first use", "precompute"])
+def test_case_16_mixed_sets_train_from_one_folder_as_without_it(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, way: str
+) -> None:
+    model, folder = real_runs.checkpoint(tmp_path_factory), media(tmp_path / "set")
+    rows = json.loads((folder / "metadata.json").read_text())
+    (folder / "pictures.json").write_text(json.dumps([row for row in rows if row["file_path"].endswith(".png")]))
+    for meta in ("metadata.json", "pictures.json"):
+        options = {"train_data_dir": folder, "train_data_meta": folder / meta, "image_sample_size": 32,
+                   "video_sample_size": 32, "video_sample_stride": 1}
+        live = run(model, tmp_path / f"live {meta}", **options).go()
+        options |= {"cache_dir_latents": tmp_path / "cache", "cache_latents": True}
+        if way == "precompute":
+            words = real_runs.command(real_runs.LORA, model, tmp_path / "p", **options)
+            assert prepare_cache(real_runs.LORA, words) == 0
+        cached = run(model, tmp_path / f"cached {meta}", **options).go()
+        np.testing.assert_allclose(cached.losses, live.losses, rtol=0, atol=1e-6)
+        hits = cached.trainer.ctx.cache.rates()[LATENTS]
+        assert hits == 1 if way == "precompute" or meta == "pictures.json" else hits == 0
+
+
+@pytest.mark.parametrize("way", ["first use", "precompute"])
+def test_case_17_another_vae_with_the_same_folder_is_encoded_anew(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, way: str
 ) -> None:
     first = real_runs.checkpoint(tmp_path_factory)
     second = tmp_path / "other_model"
     shutil.copytree(first, second)
     weights = torch.load(second / "Wan2.1_VAE.pth", weights_only=True)
     torch.save({key: value * 1.5 for key, value in weights.items()}, second / "Wan2.1_VAE.pth")
-    options = {"max_train_steps": 1, "cache_dir_latents": tmp_path / "cache", "cache_latents": True}
-    run(first, tmp_path / "a", **options).go()
-    live = run(second, tmp_path / "live", max_train_steps=1).go()
+    options = {"max_train_steps": 1, "cache_dir_latents": tmp_path / "cache", "cache_latents": True,
+               "cache_clip_starts": 1}
+    if way == "precompute":
+        assert prepare_cache(real_runs.LORA, real_runs.command(real_runs.LORA, first, tmp_path / "a", **options)) == 0
+    else:
+        run(first, tmp_path / "a", **options).go()
+    live = run(second, tmp_path / "live", **{**options, "cache_dir_latents": tmp_path / "other"}).go()
     cached = run(second, tmp_path / "b", **options).go()
     assert cached.trainer.ctx.cache.hits[LATENTS] == 0 and cached.losses == pytest.approx(live.losses, abs=1e-6)
     again = run(first, tmp_path / "c", **options).go()
     assert again.trainer.ctx.cache.hits[LATENTS] == 1
+    larger = run(first, tmp_path / "d", **{**options, "video_sample_size": 96, "image_sample_size": 96}).go()
+    assert larger.trainer.ctx.cache.hits[LATENTS] == 0
 
 
 def test_two_places_that_encode_prompts_are_refused(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
