@@ -71,11 +71,11 @@ def test_every_problem_is_named_with_its_row_and_a_fix(messy) -> None:
         "wrong-type": [r"row 8: type 'video' for a image file; it is trained as image"],
         "wrong-size": [r"row 8: written 64x640, the file is 640x64; videox-data convert"],
         "same-file": [r"row 2: the file of row 1 again"],
-        "same-caption": [r"row 1: rows 2 have the same caption"],
+        "same-caption": [r"row 1: the same caption as row 2"],
         "short-caption": [r"row 3: the caption is only 'ok'"],
         "empty-caption": [r"row 4: the caption is empty"],
         "long-caption": [r"row 5: the caption has 600 words, 512 tokens are read; shorten it"],
-        "short-clip": [r"row 4: 4 frames give 4 of 9; lower --video_sample_stride"],
+        "short-clip": [r"row 4: 4 frames give 4 of 9; lower --video_sample_n_frames"],
         "enlarged": [r"row 5: 32x32 is enlarged x2\.00; lower --video_sample_size"],
         "cropped": [r"row 8: the crop cuts off \d+% of 640x64"],
         "other-rate": [r"row 3: 8 frames per second, most clips have 24; --video_sample_fps"],
@@ -153,7 +153,7 @@ def test_captions_are_looked_at_before_a_run(messy) -> None:
     rows = [row for row in json.loads(messy.read_text())[:5]]
     meta = write_rows(messy.parent / "five.json", rows)
     lines = build_data(DataOptions(train_data_meta=str(meta), train_data_dir=str(meta.parent))).summary().lines()
-    assert any("1 caption(s) to look at (same caption), e.g. row 1: rows 2 have the same" in line for line in lines)
+    assert any("1 caption(s) to look at (same caption), e.g. row 1: the same caption as" in line for line in lines)
     assert any("(empty caption), e.g. row 4" in line for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data_kit import clip_rows, grey_frames, make_clip, number_of, open_loader, save_image, write_rows
+from videox_fun.data.cache_store import FileFacts
 from videox_fun.data.dataset_image_video import ImageVideoControlDataset, ImageVideoDataset
 from videox_fun.data.formats import detect_format, shards_of
 from videox_fun.data.metadata import load_rows
@@ -154,6 +156,15 @@ def test_shards_behind_a_url(shards) -> None:
                              video_sample_n_frames=5, enable_bucket=True)[1]  # fmt: skip
     first = number_of(item["pixel_values"][0])
     assert 20 <= first <= 35 and number_of(item["pixel_values"][4]) == first + 4
+
+
+def test_the_cache_knows_members_by_their_content(shards, tmp_path) -> None:
+    rows = load_rows(shards / "s-000.tar")
+    files = FileFacts(tmp_path)
+    first, second = (files.of(row["file_path"])["sha256"] for row in rows)
+    with open_media(rows[0]["file_path"]) as handle:
+        assert first == hashlib.sha256(handle.read()).hexdigest() != second
+    assert FileFacts(tmp_path).of(rows[1]["control_file_path"])["sha256"] == first
 
 
 def test_members_by_name_and_damaged_shards(shards, tmp_path) -> None:

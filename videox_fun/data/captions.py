@@ -35,7 +35,7 @@ def caption_findings(
     for plain, rows in alike.items():
         if plain and len(rows) > 1:
             others = ", ".join(str(row + 1) for row in rows[1:4]) + (" ..." if len(rows) > 4 else "")
-            yield ("same-caption", rows[0], f"rows {others} have the same caption",
+            yield ("same-caption", rows[0], f"the same caption as row {others}",
                    "tell them apart, unless one phrase for all is meant")  # fmt: skip
 
 

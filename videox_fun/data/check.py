@@ -186,6 +186,7 @@ def _check_set(options: DataOptions, report: CheckReport, *, probe_seconds: floa
         if probe_seconds is None:
             probe_seconds = 2.0 if all(info_of_row(row) is not None for row in rows.values()) else 3600.0
         report.summary = summarize(module, probe_seconds=probe_seconds, allow_empty=True)
+        report.summary.source = report.source
         for number, reason in sorted(report.summary.dropped.items()):
             fix = ("lower --video_sample_stride or leave the row out" if "too short" in reason else
                    "encode it anew or leave the row out")  # fmt: skip
@@ -200,6 +201,7 @@ def _check_set(options: DataOptions, report: CheckReport, *, probe_seconds: floa
 
 def _per_row(rows: Mapping[int, dict[str, Any]], report: CheckReport, options: DataOptions) -> Iterator[Finding]:
     effects: dict[tuple, tuple[float, float]] = {}
+    stride = options.video_sample_stride if options.video_sample_fps is None else 1
     rates = Counter(round(info.fps, 1) for info in report.summary.infos.values() if info.fps > 0)
     usual = rates.most_common(1)[0][0] if rates else 0.0
     for number, row in rows.items():
@@ -222,7 +224,8 @@ def _per_row(rows: Mapping[int, dict[str, Any]], report: CheckReport, options: D
         enlarged, lost = effects[key]
         if 1 < frames < options.video_sample_n_frames:
             yield Finding(False, "short-clip", name, f"{info.frames} frames give {frames} of "
-                          f"{options.video_sample_n_frames}", "lower --video_sample_stride")  # fmt: skip
+                          f"{options.video_sample_n_frames}", "lower --video_sample_stride" if stride > 1 else
+                          "lower --video_sample_n_frames or leave it out")  # fmt: skip
         if enlarged > 1.05:
             yield Finding(False, "enlarged", name, f"{info.width}x{info.height} is enlarged x{enlarged:.2f}",
                           "lower --video_sample_size or --image_sample_size")  # fmt: skip
