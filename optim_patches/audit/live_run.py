@@ -251,6 +251,8 @@ def cached_latents(view: View) -> LiveRow:
     listing = ", ".join(f"{role} {number}" for role, number in per_step.items()) or "0"
     evidence = Text(f"encoder calls per micro-step: {listing}", f"每微步编码器调用：{listing}")
     evidence += cache_share(view, "latents", "masked", "control", "ref", "image")
+    if view.value("cache_latents") and "vae" not in view.target.models:
+        evidence += Text("; the VAE is not loaded", "；未加载 VAE")
     if view.value("cache_latents"):
         return row("G10", ENABLED, evidence, view.asked("cache_latents"), exercised=not calls.get("vae", 0) or None,
                    per_step=per_step)  # fmt: skip

@@ -296,7 +296,8 @@ def test_a_filled_cache_leaves_the_encoders_out_and_changes_nothing(
     assert set(warm.trainer.ctx.cache.rates().values()) == {1.0}
     rows = {row["id"]: row for row in json.loads((tmp_path / "warm" / "audit.json").read_text())["rows"]}
     assert rows["G10"]["state"] == rows["I6"]["state"] == "enabled"
-    assert "found in the cache: latents 3/3" in json.dumps(rows["G10"])
+    assert "found in the cache: latents 3/3; the VAE is not loaded" in json.dumps(rows["G10"])
+    assert "the text encoder is not loaded" in json.dumps(rows["I6"])
 
     # An entry that is lost after the start: the encoder is loaded then, and nothing else changes.
     late = run(model, tmp_path / "late", **{**shared, "audit": "off"}, **CACHED)
