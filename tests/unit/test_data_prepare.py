@@ -102,9 +102,9 @@ def test_cuts_are_found_and_pans_and_flashes_are_not(tmp_path) -> None:
 def test_scenes_and_split_commands(tmp_path, capsys) -> None:
     video = long_video(tmp_path)
     cuts = tmp_path / "cuts.jsonl"
-    assert main(["scenes", str(write_rows(tmp_path / "m.json", [{"file_path": str(video)}])), str(cuts),
-                 "--detector", "built-in"]) == 0  # fmt: skip
+    assert main(["scenes", str(tmp_path), str(cuts), "--detector", "built-in"]) == 0  # a folder without captions
     row = next(read_lines(cuts))
+    assert row["file_path"] == str(video) and {0, 30, 70} <= {first for first, _ in row["scenes"]}
     cuts.write_text(json.dumps({**row, "scenes": [[0, 30], [30, 70], [70, 90], [80, 90]]}) + "\n")
     target = tmp_path / "clips"
     for _ in range(2):  # the second time nothing is encoded anew

@@ -144,9 +144,15 @@ def _token_counter(folder: Path | None) -> Any:
 
 
 def _read(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a source, sound ones or an error with the list."""
-    from videox_fun.data.metadata import RowSchema, load_rows
+    """Rows of a source, all sound or an error with the list. Captions may be missing: some commands write them."""
+    from videox_fun.data.formats import detect_format
+    from videox_fun.data.metadata import RowSchema, RowStore, load_rows, scan_folder
 
+    folder = Path(args.source)
+    if folder.is_dir() and args.data_format in ("auto", "folder") and detect_format(args.source) == "folder":
+        media, _ = scan_folder(folder)
+        if not all(path.with_suffix(".txt").is_file() for path in media):
+            return list(RowStore({"file_path": str(path.absolute())} for path in media))
     schema = RowSchema(required=("file_path",), optional=(*RowSchema().optional, "text"))
     return list(load_rows(args.source, schema=schema, data_format=args.data_format,
                           id_token=getattr(args, "id_token", None)))  # fmt: skip
