@@ -157,7 +157,7 @@ def choose_trained(model: nn.Module, spec: RunSpec, adapt: Adapt | None) -> None
 def step_inputs(model: nn.Module, spec: RunSpec, sample: Sample, device: torch.device) -> dict[str, Any]:
     """What the objective hands the denoiser: latents, text, conditions."""
     config, dtype = model.config, model.patch_embedding.weight.dtype
-    shape = latent_shape(sample, channels=config.out_dim)
+    shape = latent_shape(sample, channels=config.out_dim, spatial=spec.spatial)
 
     def empty(*size: int) -> Tensor:
         return torch.empty(size, device=device, dtype=dtype)

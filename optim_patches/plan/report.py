@@ -43,16 +43,16 @@ def _place(peak: Peak, place: str, limit: float | None) -> str:
     beside = ""
     if limit is not None:
         word = "fits into" if peak.total <= limit * GB else "DOES NOT FIT into"
-        beside = f": {word} {limit:.0f} GB"
+        beside = f": {word} {limit:.4g} GB"
     return f"  {place}: {_gb(peak.total)} GB in phase {peak.phase} at {peak.size}{beside}"
 
 
 def fit_lines(fit: Fit, *, device_gb: float) -> list[str]:
     """What must change, and what that costs."""
     if not fit.changes and fit.fits:
-        return [f"fits into {device_gb:.0f} GB as it is"]
-    start = (f"fits into {device_gb:.0f} GB with" if fit.fits
-             else f"nothing makes it fit into {device_gb:.0f} GB; the least is reached with")
+        return [f"fits into {device_gb:.4g} GB as it is"]
+    start = (f"fits into {device_gb:.4g} GB with" if fit.fits
+             else f"nothing makes it fit into {device_gb:.4g} GB; the least is reached with")
     lines = [f"{start}: {' '.join(change.text() for change in fit.changes)}"]
     lines += [f"  {change.text()}: {change.why} (about {100 * (change.slowdown - 1):.0f} % slower)"
               for change in fit.changes]
@@ -77,7 +77,7 @@ def draw(plan: Plan, path: Path, *, device_gb: float | None = None) -> Path:
     axes = figure.add_subplot()
     _bars(axes, peaks)
     if device_gb is not None and plan.spec.device != "cpu":
-        axes.axvline(device_gb, color="black", linestyle="--", linewidth=1, label=f"device {device_gb:.0f} GB")
+        axes.axvline(device_gb, color="black", linestyle="--", linewidth=1, label=f"device {device_gb:.4g} GB")
     axes.set_xlabel("GB")
     axes.invert_yaxis()
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -109,6 +109,7 @@ class RunSpec:
     workers: int = 0
     prefetch: int = 2
     validation: bool = False
+    spatial: int = 8  # pixels per latent
 
     @property
     def width(self) -> int:

@@ -28,7 +28,7 @@ class Traces:
         on = spec.checkpointing if checkpointing is None else checkpointing
         asked = replace(spec, checkpointing=on)
         question = [asdict(spec.denoiser), asdict(sample), spec.device, spec.precision, on, spec.text_tokens,
-                    None if spec.adapters is None else asdict(spec.adapters), list(spec.words),
+                    spec.spatial, None if spec.adapters is None else asdict(spec.adapters), list(spec.words),
                     spec.adapters is not None and spec.wide_training]  # fmt: skip
         answer = self._ask("step", question, lambda: asdict(trace_step(asked, sample, adapt=self.adapt)))
         segments = {name: Segment(**segment) for name, segment in answer["segments"].items()}
@@ -48,7 +48,7 @@ class Traces:
         return CallTrace(**self._ask("image", question, lambda: asdict(trace_image(spec))))
 
     def sampling(self, spec: RunSpec, sample: Sample) -> int:
-        question = [asdict(spec.denoiser), asdict(sample), spec.device, spec.precision, spec.text_tokens]
+        question = [asdict(spec.denoiser), asdict(sample), spec.device, spec.precision, spec.text_tokens, spec.spatial]
         return int(self._ask("sampling", question, lambda: {"bytes": trace_sampling(spec, sample)})["bytes"])
 
     def _ask(self, what: str, question: Any, compute: Any) -> dict[str, Any]:

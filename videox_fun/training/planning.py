@@ -173,7 +173,7 @@ def before_weights(ctx: RunContext, data: DataModule | None, denoiser_config: di
     text = " ".join([f"This run is predicted to need {plan.device_bytes / 1e9:.1f} GB and the device has "
                      f"{device_gb:.1f} GB.", *fit_lines(found, device_gb=device_gb)])
     if policy in _REFUSALS:
-        raise ValueError(f"{text} (--auto_fit {device_gb:.0f} applies this; --plan_policy warn runs as it is.)")
+        raise ValueError(f"{text} (--auto_fit {device_gb:.4g} applies this; --plan_policy warn runs as it is.)")
     logger.warning("%s", text)
     return plan
 
