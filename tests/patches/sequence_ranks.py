@@ -170,6 +170,7 @@ def train_whole(rank: int, world: int, folder: str, model: str, port: str, flags
     variables = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()}, ACCELERATE_USE_CPU="true")
     run = train(Path(model), Path(folder) / "out", **flags)
-    state = run.trainer.ctx.patches.outcome("ulysses").state
-    return {"code": run.code, "state": state, "losses": run.losses, "timesteps": run.timesteps, "rows": run.rows,
+    state, shared = run.trainer.ctx.patches.outcome("ulysses").state, run.trainer.ctx.shared_work
+    return {"code": run.code, "state": state, "encoded": [shared.done, shared.received],
+            "losses": run.losses, "timesteps": run.timesteps, "rows": run.rows,
             "trained": {name: tensor.tolist() for name, tensor in run.trained().items()}}  # fmt: skip

@@ -125,6 +125,7 @@ def test_whole_run_repeats_that_of_one_process(tmp_path, tmp_path_factory):
     ranks = launch(sequence_ranks.train_whole, str(tmp_path), str(model), port, flags, world=2)
     for found in ranks:
         assert found["code"] == 0 and found["state"] == "exercised"
+        assert found["encoded"] == [4, 4]  # of two clips and two prompts per step, one of each pair on each process
         assert found["rows"] == alone.rows and found["timesteps"] == alone.timesteps
         assert found["losses"] == pytest.approx(alone.losses, rel=1e-5)
     assert ranks[0]["trained"] == ranks[1]["trained"]

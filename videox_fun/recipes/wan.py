@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from videox_fun.conditioning import cached, encoders, inpaint, text
+from videox_fun.conditioning import cached, encoders, inpaint, shared, text
 from videox_fun.data.cache import IMAGE, LATENTS, TEXT, EncodingCache, LatentLayout
 from videox_fun.data.module import DataModule, DataOptions, build_data
 from videox_fun.models.attention_utils import check_training_backend
@@ -225,6 +225,10 @@ class WanRecipe(Recipe):
     @torch.no_grad()
     def condition(self, ctx: RunContext, components: Components, batch: dict) -> Conditioning:
         """Draw order: text-only flags (numpy), VAE posteriors of clip and condition (torch), CLIP drops (``rng``)."""
+        masked = {"masked_moments": "mask_pixel_values"} if self.conditioned(ctx) else {}
+        batch = shared.encode(ctx, batch, clips={"moments": "pixel_values", **masked},
+                              moments=partial(self._moments, ctx, components),
+                              embed=partial(self._embed, ctx, components))
         latents, inputs = self._clips(ctx, components, batch)
         return Conditioning(latents, self._prompts(ctx, components, batch), inputs)
 
@@ -237,7 +241,8 @@ class WanRecipe(Recipe):
 
     def _clips(self, ctx: RunContext, components: Components, batch: dict) -> tuple[torch.Tensor, dict[str, Any]]:
         """Latents, and the denoiser's inputs made of pixels."""
-        conditioned, live = self.conditioned(ctx), self._cache(ctx, LATENTS) is None
+        conditioned = self.conditioned(ctx)
+        live = self._cache(ctx, LATENTS) is None and (conditioned or "moments" not in batch)
         keep = inpaint.drop_fully_masked(batch["mask"]) if conditioned else []
         inputs: dict[str, Any] = {}
         with ctx.residency.use(components.vae, components.image_encoder) if live else nullcontext():
@@ -257,7 +262,7 @@ class WanRecipe(Recipe):
     def _latents(self, ctx: RunContext, components: Components, batch: dict) -> torch.Tensor:
         cache = self._cache(ctx, LATENTS)
         if cache is None:
-            return self._encode(ctx, components, batch["pixel_values"])
+            return self._encode(ctx, components, batch, "pixel_values", ready="moments")
         moments = cached.batch_moments(
             cache, batch, encode=partial(self._moments, ctx, components), device=ctx.device
         )
@@ -266,7 +271,7 @@ class WanRecipe(Recipe):
     def _masked_latents(self, ctx: RunContext, components: Components, batch: dict) -> torch.Tensor:
         cache = self._cache(ctx, LATENTS)
         if cache is None:
-            return self._encode(ctx, components, batch["mask_pixel_values"])
+            return self._encode(ctx, components, batch, "mask_pixel_values", ready="masked_moments")
         moments = cached.batch_moments(
             cache, batch, encode=partial(self._moments, ctx, components), device=ctx.device, ready="masked_moments",
             pixels="mask_pixel_values", parts=cached.masked_parts(cache, batch),
@@ -288,10 +293,12 @@ class WanRecipe(Recipe):
                     for picture in batch["clip_pixel_values"]]
         return cached.picture_features(cache, batch, encode=encode, device=ctx.device)
 
-    def _encode(self, ctx: RunContext, components: Components, pixels_BFCHW: torch.Tensor) -> torch.Tensor:
+    def _encode(self, ctx: RunContext, components: Components, batch: dict, pixels: str, *, ready: str) -> torch.Tensor:
         from videox_fun.models.wan_vae import encode_videos
 
-        pixels_BCFHW = pixels_BFCHW.to(ctx.weight_dtype).transpose(1, 2)
+        if ready in batch:
+            return cached.sample_posterior(batch[ready], mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
+        pixels_BCFHW = batch[pixels].to(ctx.weight_dtype).transpose(1, 2)
         return encode_videos(components.vae, pixels_BCFHW, mini_batch=ctx.args.vae_mini_batch).to(ctx.weight_dtype)
 
     def _moments(self, ctx: RunContext, components: Components, pixels_BFCHW: torch.Tensor) -> torch.Tensor:
@@ -306,6 +313,8 @@ class WanRecipe(Recipe):
                               for chunk in pixels_BCFHW.split(ctx.args.vae_mini_batch)])
 
     def _prompts(self, ctx: RunContext, components: Components, batch: dict) -> Any:
+        if "embeddings" in batch:
+            return batch["embeddings"]
         cache = self._cache(ctx, TEXT)
         if cache is not None:
             embed = partial(self._embed, ctx, components)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from optim_patches.registry import PatchManager
     from videox_fun.data.cache import EncodingCache
+    from videox_fun.dist.shared_work import SharedWork
     from videox_fun.training.ema import EMA
     from videox_fun.training.residency import Residency
     from videox_fun.training.specs import ScriptSpec
@@ -41,6 +42,7 @@ class RunContext:
     epoch: int = 0
     autocast_enabled: bool = False
     sequence_size: int = 1
+    shared_work: SharedWork | None = None  # of the sequence group
     cache: EncodingCache | None = None
     spared: frozenset[str] = frozenset()
 

@@ -118,7 +118,12 @@ def join_sequence_groups(ctx: RunContext) -> None:
     outcome = ctx.patches.outcome("ulysses")
     if outcome is None or not outcome.verdict.ok:
         return
+    from videox_fun.dist.mesh import make_mesh
+    from videox_fun.dist.shared_work import SharedWork
+
     ctx.sequence_size = ctx.args.sequence_parallel_size
+    group = make_mesh(ctx.layout, device=ctx.device.type).get_group("sequence")
+    ctx.shared_work = SharedWork(group, device=ctx.device)
     ctx.rng = RngStreams(ctx.args.seed, rank=ctx.layout.data_rank, device=ctx.device)
     ctx.rng.seed_globals()
 
