@@ -110,3 +110,15 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_left_behind(model, tmp
     text = refusal(model, tmp_path / "out", qlora=True, transformer_path=tmp_path / "other.safetensors")
     assert "q.weight" in text
     test_without_the_flags_no_layer_changes(model, tmp_path / "next")
+
+
+def test_compile_with_checkpointing(model, tmp_path):
+    plain = train(model, tmp_path / "plain", gradient_checkpointing=True)
+    run = train(model, tmp_path / "out", audit="strict", gradient_checkpointing=True, compile=True,
+                compile_backend="aot_eager", compile_fullgraph=True)
+    facts = run.trainer.ctx.patches.outcome("compile").evidence.facts
+    assert facts["graph_breaks"] == 0 and facts["graph_launches"] == facts["block_calls"] > 0
+    assert rows(tmp_path / "out")["I1"]["exercised"] is True
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    saved = load_file(tmp_path / "out" / "checkpoint-2.safetensors")
+    assert saved.keys() == load_file(tmp_path / "plain" / "checkpoint-2.safetensors").keys()

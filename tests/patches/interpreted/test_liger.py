@@ -18,6 +18,7 @@ from tests.patches.wan import (
     trained,
     twins,
 )
+from tests.unit import real_runs
 
 SMALL = (1, 2, 4)
 
@@ -87,3 +88,13 @@ def test_the_interpreter_refuses_a_half_precision_run() -> None:
     target = Target(make_args(liger=True), extras={"weight_dtype": torch.bfloat16})
     verdict = LigerPatch().check(target)
     assert not verdict.ok and "float32 only" in verdict.reason and "--mixed_precision no" in verdict.instead
+
+
+def test_with_the_main_command(tmp_path, tmp_path_factory) -> None:
+    folder = real_runs.checkpoint(tmp_path_factory)
+    flags = {"max_train_steps": 1, "video_sample_size": 32, "video_sample_n_frames": 1}
+    plain = real_runs.train(folder, tmp_path / "plain", **flags)
+    run = real_runs.train(folder, tmp_path / "out", **flags, liger=True, liger_kernels="layer_norm,gate")
+    outcome = run.trainer.ctx.patches.outcome("liger")
+    assert outcome.state == "exercised" and outcome.evidence.facts["eager_calls"].keys() == {"layer_norm", "gate"}
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
