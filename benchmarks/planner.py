@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 
 from optim_patches.plan import denoiser  # noqa: E402
 from optim_patches.plan.encoders import trace_text, trace_vae  # noqa: E402
-from optim_patches.plan.phases import make_plan  # noqa: E402
+from optim_patches.plan.phases import CPU_REORDER, make_plan  # noqa: E402
 from optim_patches.plan.spec import Adapters, Part, RunSpec, Sample  # noqa: E402
 from optim_patches.plan.traces import Traces  # noqa: E402
 from videox_fun.training.planning import adapt  # noqa: E402
@@ -184,7 +184,7 @@ def predict(kind: str, run: RunSpec) -> int:
         return trace.weights + trace.inputs + trace.workspace
     if kind in ("encode", "decode"):
         trace = trace_vae(run, sample, decode=kind == "decode")
-        return trace.weights + trace.inputs + trace.workspace
+        return trace.weights + trace.inputs + trace.workspace + CPU_REORDER * trace.largest_convolution
     plan = make_plan(run, Traces(adapt))
     peaks = [peak for peak in plan.peaks if peak.phase in ("denoiser", "optimizer")]
     return max(peak.total - peak.parts.get("process", 0) for peak in peaks)
