@@ -114,10 +114,15 @@ def make_report(facts: Facts, project: Project, *, include: Sequence[str] = ("P0
 
 
 def wanted_edits(report: Report) -> list[Edit]:
-    """Edits of findings first, then those of the included advice."""
-    edits = [edit for finding in report.findings if finding.severity != "info" for edit in finding.edits]
+    """Edits of findings first, then those of the included advice.
+
+    That launcher and script shall agree comes last: another finding may say on which precision.
+    """
+    loud = [finding for finding in report.findings if finding.severity != "info"]
+    agree = [edit for finding in loud if finding.rule.id == "precision-mismatch" for edit in finding.edits]
+    edits = [edit for finding in loud if finding.rule.id != "precision-mismatch" for edit in finding.edits]
     edits += [edit for row in report.advice if row.priority in report.included for edit in row.edits]
-    return merge_edits(edits)
+    return merge_edits([*edits, *agree])
 
 
 def combined_fix(reports: Iterable[Report]) -> dict[str, str]:

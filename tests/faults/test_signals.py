@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -34,3 +37,43 @@ def test_other_threads_install_nothing(caplog):
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == before and "main thread" in caplog.text
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from videox_fun.training.signals import SignalSaver
+with SignalSaver() as saver:
+    Path(sys.argv[1]).write_text("started")
+    for _ in range(600):
+        if saver.requested:
+            time.sleep(0.5)  # the save: the launcher's death comes meanwhile and is no second signal
+            Path(sys.argv[1]).write_text(f"saved after {saver.received}")
+            sys.exit(saver.exit_code)
+        time.sleep(0.05)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux call")
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_the_launcher_dies_and_the_trainer_saves(whole_group, tmp_path, repo_root):
+    note = tmp_path / "note"
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), "ACCELERATE_MIXED_PRECISION": "no"}
+    launched = subprocess.Popen([sys.executable, "-c", LAUNCHER, TRAINER, str(note)], env=environment,
+                                start_new_session=True)
+    try:
+        wait_for(note, "started")
+        (os.killpg if whole_group else os.kill)(launched.pid, signal.SIGTERM)
+        wait_for(note, "saved after SIGTERM")
+    finally:
+        launched.kill()
+        launched.wait()
+
+
+def wait_for(note, text):
+    for _ in range(600):
+        if note.exists() and note.read_text() == text:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{text!r} was not noted, but {note.read_text() if note.exists() else 'nothing'!r}")

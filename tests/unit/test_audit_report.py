@@ -19,7 +19,7 @@ from optim_patches.audit.facts import Surroundings, facts_from_namespace
 from optim_patches.audit.families import FAMILIES, block_classes
 from optim_patches.audit.flagtable import script_ids, upstream_flags
 from optim_patches.audit.hardware import parse_gpu, parse_smi
-from optim_patches.audit.project import load_project
+from optim_patches.audit.project import Project, load_project
 from optim_patches.audit.report import make_report, to_json, to_markdown
 from optim_patches.audit.terminal import to_terminal
 from tests.unit.audit_kit import PACKAGES, command, make_facts, write
@@ -446,3 +446,12 @@ def test_facts_of_a_running_script() -> None:
     rows = {row.id: row for row in evaluate(facts)}
     assert rows["A1"].state is rows["A5"].state is rows["G1"].state is State.ENABLED
     assert rows["C1"].state is State.DISABLED and rows["D1"].state is State.NOT_APPLICABLE
+
+
+def test_edits_that_pull_in_two_directions_end_in_one_precision_and_a_misspelt_flag_is_respelt() -> None:
+    flags = "--mixed_precision=fp16 --enable_bukket"
+    facts = make_facts(flags, launcher="--mixed_precision=bf16", gpu="RTX 4090")
+    report = make_report(facts, Project())
+    (fixed,) = load_project([], commands=[report.fixed]).launches
+    assert fixed.options.text("mixed_precision") == fixed.launcher_options.text("mixed_precision") == "bf16"
+    assert "bukket" not in report.fixed and report.fixed.count("--enable_bucket") == 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.unit.real_runs import LORA, checkpoint, command, set_up, train
 from videox_fun.training import entry
@@ -50,6 +51,19 @@ def test_a_file_of_another_format_is_a_start_too(model: Path, trained: Path, tmp
 def test_a_file_of_another_rank_is_refused(model: Path, trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank"):
         set_up(model, tmp_path / "out", init_lora_path=trained, rank=8)
+
+
+@pytest.mark.parametrize("kind", [{}, PEFT])
+def test_a_file_of_another_model_size_is_refused(kind: dict, model: Path, tmp_path: Path) -> None:
+    run = train(model, tmp_path / "own", max_train_steps=1, **kind)
+    tensors = load_file(tmp_path / "own/checkpoint-1.safetensors")
+    wide = {name: value.repeat_interleave(2, 0) if "up" in name or "lora_B" in name
+            else value.repeat_interleave(2, 1) if value.dim() == 2 else value for name, value in tensors.items()}
+    with safe_open(tmp_path / "own/checkpoint-1.safetensors", framework="pt") as file:
+        save_file({name: value.contiguous() for name, value in wide.items()}, tmp_path / "wide.safetensors",
+                  metadata=file.metadata())
+    with pytest.raises(ValueError, match="It belongs to another model size"):
+        run.player.trainable.load(run.player, tmp_path / "wide.safetensors")
 
 
 @pytest.mark.parametrize("kind", [{}, PEFT])

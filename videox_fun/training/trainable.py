@@ -392,7 +392,9 @@ class PeftLora(_Lora):
         layers = _peft_layers(model)
         weights = decode(tensors, index=module_index(model), metadata=metadata, allow_partial=self._partial(),
                          source=f"LoRA '{file.name}'")
-        report = compare_layers(weights, layers, source=file.name, allow_partial=self._partial())
+        sizes = {name: (layer.lora_B["default"].weight.shape[0], layer.lora_A["default"].weight.shape[1])
+                 for name, layer in layers.items()}
+        report = compare_layers(weights, sizes, source=file.name, allow_partial=self._partial())
         check_rank_alpha(weights.transformer, rank=self.args.rank, alpha=self.args.network_alpha, source=file.name)
         with torch.no_grad():
             for name in layers.keys() & weights.transformer.keys():

@@ -301,7 +301,9 @@ class LoRANetwork(nn.Module):
 
     def load_pairs(self, weights: LoraWeights, *, source: str, allow_partial: bool = False) -> LoadReport:
         """Copy decoded adapters into this network."""
-        report = compare_layers(weights, self.unet_modules, source=source, allow_partial=allow_partial)
+        sizes = {name: (lora.lora_up.weight.shape[0], lora.lora_down.weight.shape[1])
+                 for name, lora in self.unet_modules.items()}
+        report = compare_layers(weights, sizes, source=source, allow_partial=allow_partial)
         self._check_same(weights.transformer, source)
         with torch.no_grad():
             for name in self.unet_modules.keys() & weights.transformer.keys():
@@ -345,10 +347,20 @@ class LoRANetwork(nn.Module):
         save_file(tensors, str(file), {**(metadata or {}), **hash_metadata(tensors, metadata)})
 
 
-def compare_layers(weights: LoraWeights, adapted: Iterable[str], *, source: str,
+def compare_layers(weights: LoraWeights, sizes: Mapping[str, tuple[int, int]], *, source: str,
                    allow_partial: bool = False) -> LoadReport:
-    """Compare the layers of a file with those adapted in this run; raises when they differ."""
-    adapted, saved = set(adapted), set(weights.transformer)
+    """Compare the layers of a file with those adapted in this run; raises when they differ.
+
+    Args:
+        sizes: output and input channels of each adapted layer, by name.
+    """
+    adapted, saved = set(sizes), set(weights.transformer)
+    for name in sorted(adapted & saved):
+        pair = weights.transformer[name]
+        found = (pair.up.shape[0], pair.down.shape[1])
+        if found != sizes[name]:
+            raise ValueError(f"LoRA '{source}' does not fit this model: it changes a {found[0]} x {found[1]} weight, "
+                             f"'{name}' has {sizes[name][0]} x {sizes[name][1]}. It belongs to another model size.")
     missing, unknown = tuple(sorted(adapted - saved)), tuple(sorted(saved - adapted))
     if (missing or unknown) and not allow_partial:
         parts = [f"{len(names)} layers are {what} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from optim_patches.audit.edits import drop, put, run
+from optim_patches.audit.edits import Edit, drop, put, run
 from optim_patches.audit.facts import Facts
 from optim_patches.audit.flagtable import DEAD, any_upstream_flag, known_flags, own_flags, upstream_flags
+from optim_patches.audit.launch import Option
 from optim_patches.audit.project import Project
 from optim_patches.audit.rows.h import scheduler, warmup
 from optim_patches.audit.rules import Hit, Rule
@@ -37,10 +38,20 @@ def _unknown(f: Facts, _: Project) -> Iterator[Hit]:
             yield Hit(text.format(option.typed), (drop(option.name),))
         elif near:
             yield Hit(T("{0} is no flag of this script; did you mean --{1}?",
-                        "{0} 不是该脚本的参数；是否想写 --{1}？").format(option.typed, near[0]))
+                        "{0} 不是该脚本的参数；是否想写 --{1}？").format(option.typed, near[0]),
+                      _respelt(f, option, near[0]))
         else:
             yield Hit(T("{0} is no flag of this script; it stops at start",
                         "{0} 不是该脚本的参数；启动即报错").format(option.typed))
+
+
+def _respelt(f: Facts, option: Option, name: str) -> tuple[Edit, ...]:
+    """The flag that was meant, with the value that was given; where it is given too, only the wrong one goes."""
+    if f.options.given(name):
+        return (drop(option.name),)
+    if len(option.values) > 1:
+        return ()
+    return drop(option.name), put(name, option.values[0] if option.values else None)
 
 
 def _only_ours(f: Facts, _: Project) -> Iterator[Hit]:
