@@ -211,7 +211,8 @@ OWN: tuple[tuple[str, str], ...] = (
         "validation_guidance_scale:f=4.5 validation_negative_prompt:s validation_clip_image:b validation_data_meta:s "
         "validation_data_dir:s validation_loss_steps:i validation_loss_samples:i=16 validation_loss_levels:i=4",
     ),
-    ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f"),
+    ("*lora", "rank_drop_out:f module_drop_out:f neuron_drop_out:f lora_exact_match:b lora_plus_ratio:f use_dora:b "
+     "init_lora_path:s"),
     ("all -*lora", "learning_rate_low:f"),
 )
 

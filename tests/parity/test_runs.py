@@ -44,9 +44,9 @@ class Recorder:
         encode, recipe = trainer.recipe._encode, trainer.recipe
         predict, log = recipe.predict, trainer.run_logger.log
 
-        def spy_encode(ctx, components, pixels):
-            self.pixels.append(pixels.detach())
-            return encode(ctx, components, pixels)
+        def spy_encode(ctx, components, batch, pixels, *, ready):
+            self.pixels.append(batch[pixels].detach())
+            return encode(ctx, components, batch, pixels, ready=ready)
 
         def spy_predict(ctx, model, noisy, timesteps, conditioning):
             text = conditioning.text

@@ -367,7 +367,8 @@ def test_real_trainables_come_back_bit_for_bit(tmp_path, name, masters):
     from videox_fun.training.trainable import make_trainable
 
     kind, flags = REAL[name]
-    args = make_args(tmp_path, lora_skip_name=None, train_text_encoder=False, master_weights_fp32=masters,
+    args = make_args(tmp_path, lora_skip_name=None, lora_exact_match=False, lora_plus_ratio=None, use_dora=False,
+                     train_text_encoder=False, master_weights_fp32=masters,
                      training_with_video_token_length=False, **flags)
 
     def make(seed: int):

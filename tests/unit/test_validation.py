@@ -311,7 +311,7 @@ def test_held_out_clips_are_encoded_once(t2v, tmp_path, monkeypatch) -> None:
                  validation_data_meta=CLIPS / "metadata_video.json")
     encoded: list[int] = []
     encode = run.trainer.recipe._encode
-    monkeypatch.setattr(run.trainer.recipe, "_encode", lambda *a: (encoded.append(1), encode(*a))[1])
+    monkeypatch.setattr(run.trainer.recipe, "_encode", lambda *a, **k: (encoded.append(1), encode(*a, **k))[1])
     validator = run.trainer.validator
     first = validator.measure()
     assert validator.measure() == {}  # this step is done
