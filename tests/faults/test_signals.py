@@ -66,6 +66,7 @@ def test_the_launcher_dies_and_the_trainer_saves(whole_group, tmp_path, repo_roo
         wait_for(note, "started")
         (os.killpg if whole_group else os.kill)(launched.pid, signal.SIGTERM)
         wait_for(note, "saved after SIGTERM")
+        assert note.read_text() == "saved after SIGTERM"
     finally:
         launched.kill()
         launched.wait()
