@@ -2,7 +2,9 @@
 
 The *floor* is the same matrix products and attentions, forward and backward, with nothing between them. All contestants
 hold the same weights, see the same input, and take turns within one process, so that a busy machine slows all alike;
-numbers are medians, and comparisons are ratios within one run.
+seconds are medians, "over floor" is the median of each round's ratio. On a CPU the C library is told to keep freed
+memory, for all contestants, as the caching allocator of a GPU does; otherwise half of the difference is page faults
+of fresh activations, which come and go with the layout of the heap.
 
     python benchmarks/step_time.py                        # three sizes, fp32 and bf16, eager and compiled
     python benchmarks/step_time.py --sizes 512x4x1280 --dtypes bf16 --no_compile --json out.json
@@ -26,10 +28,11 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks.memory import peak_bytes  # noqa: E402
+from benchmarks.memory import keep_freed_memory, peak_bytes  # noqa: E402
 
 TEXT_TOKENS = 512
 HEAD_DIM = 128
+WARMUP_ROUNDS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -158,11 +161,12 @@ def run_theirs(model: nn.Module, data: dict[str, torch.Tensor]) -> Callable[[], 
 def measure(
     contestants: dict[str, Callable[[], None]], repeats: int, device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Median seconds of each contestant; they take turns."""
+) -> dict[str, list[float]]:
+    """Seconds of each contestant, round by round; they take turns. Two rounds before do not count."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for step in contestants.values():
-        step()
+    for _ in range(WARMUP_ROUNDS):
+        for step in contestants.values():
+            step()
     for _ in range(repeats):
         for name, step in contestants.items():
             _sync(device)
@@ -170,7 +174,7 @@ def measure(
             step()
             _sync(device)
             times[name].append(clock() - started)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def _sync(device: torch.device) -> None:
@@ -201,9 +205,14 @@ def bench(size: Size, dtype_name: str, args: argparse.Namespace) -> list[Row]:
             compile_blocks(model)
         contestants["ours compiled"] = run_ours(pair[0], data, size)
         contestants["diffusers compiled"] = run_theirs(pair[1], data)
-    seconds = measure(contestants, args.repeats, device, CLOCKS[args.clock])
-    return [Row(str(size), dtype_name, name, value, value / seconds["floor"], peaks.get(name, 0) / 2**20)
-            for name, value in seconds.items()]
+    times = measure(contestants, args.repeats, device, CLOCKS[args.clock])
+    return [Row(str(size), dtype_name, name, statistics.median(seconds), ratio_to(times["floor"], seconds),
+                peaks.get(name, 0) / 2**20) for name, seconds in times.items()]
+
+
+def ratio_to(floor: list[float], seconds: list[float]) -> float:
+    """Median of the ratios of one round each: what slows a whole round cancels out."""
+    return statistics.median(mine / least for mine, least in zip(seconds, floor, strict=True))
 
 
 def table(rows: list[Row]) -> str:
@@ -226,6 +235,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     rows: list[Row] = []
     for size in map(Size.parse, args.sizes):
         for dtype in args.dtypes:
