@@ -102,7 +102,7 @@ def fill(words: list[str], *, processes: int) -> tuple[float, float]:
     return wall, max(float(used) for _, _, used in spans)
 
 
-def measure_precompute(folder: Path, *, rounds: int, clips: int = 12, vae_dim: int = 32) -> dict:
+def measure_precompute(folder: Path, *, rounds: int, clips: int = 10, starts: int = 4, vae_dim: int = 32) -> dict:
     from benchmarks.cache import SCRIPT, command
     from videox_fun.data.demo import build_demo_dataset
     from videox_fun.utils.tiny import make_tiny_checkpoint
@@ -110,6 +110,7 @@ def measure_precompute(folder: Path, *, rounds: int, clips: int = 12, vae_dim: i
     checkpoint = make_tiny_checkpoint(folder / "model", family="wan2.1_t2v", vae_dim=vae_dim)
     metadata = build_demo_dataset(folder / "clips", clips=clips)
     base = [*command(checkpoint, metadata, folder / "out", steps=1), "--cache_latents"]
+    base += ["--cache_clip_starts", str(starts)]
     pairs = []
     for number in range(rounds):
         pairs.append([fill([SCRIPT, *base, "--cache_dir_latents", str(folder / f"cache{number}_{count}")],

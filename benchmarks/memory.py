@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-
 #: Options of ``mallopt(3)`` and values: no allocation by ``mmap``, no memory given back, the heap grown in big steps.
 _MALLOC_OPTIONS = {-3: 2**31 - 1, -1: 2**31 - 1, -2: 2**28}
 

@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 
 from optim_patches.plan import denoiser  # noqa: E402
 from optim_patches.plan.encoders import trace_text, trace_vae  # noqa: E402
-from optim_patches.plan.phases import CPU_REORDER, make_plan  # noqa: E402
+from optim_patches.plan.phases import make_plan  # noqa: E402
 from optim_patches.plan.spec import Adapters, Part, RunSpec, Sample  # noqa: E402
 from optim_patches.plan.traces import Traces  # noqa: E402
 from videox_fun.training.planning import adapt  # noqa: E402
@@ -179,12 +179,9 @@ def measure_call(kind: str, run: RunSpec) -> int:
 
 def predict(kind: str, run: RunSpec) -> int:
     sample = run.samples[0]
-    if kind == "text":
-        trace = trace_text(run)
+    if kind != "step":
+        trace = trace_text(run) if kind == "text" else trace_vae(run, sample, decode=kind == "decode")
         return trace.weights + trace.inputs + trace.workspace
-    if kind in ("encode", "decode"):
-        trace = trace_vae(run, sample, decode=kind == "decode")
-        return trace.weights + trace.inputs + trace.workspace + CPU_REORDER * trace.largest_convolution
     plan = make_plan(run, Traces(adapt))
     peaks = [peak for peak in plan.peaks if peak.phase in ("denoiser", "optimizer")]
     return max(peak.total - peak.parts.get("process", 0) for peak in peaks)

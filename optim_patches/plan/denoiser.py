@@ -228,7 +228,7 @@ def _moments(model: nn.Module, ledger: Ledger, trace: StepTrace) -> Iterator[Non
     handles += [parameter.register_post_accumulate_grad_hook(lambda p: ledger.own([p.grad], GRADIENTS))
                 for parameter in trained]
 
-    def attention(func: Any, out: Any) -> None:
+    def attention(func: Any, args: Any, out: Any) -> None:
         if is_attention(func) and not in_backward():
             trace.attention_out += sum(leaf.nbytes for leaf in tree_tensors(out))
 

@@ -18,6 +18,8 @@ from optim_patches.plan.spec import Part, RunSpec, Sample
 
 #: Blocks of the text encoder that are traced; the others reuse their memory, for nothing is kept.
 _TEXT_BLOCKS = 2
+#: With fewer channels oneDNN reads the input as it lies.
+_ONEDNN_CHANNELS = 8
 _FRAMES = 9  # of the trace of a long clip; what further frames add is their share of input and output
 
 
@@ -25,7 +27,8 @@ _FRAMES = 9  # of the trace of a long clip; what further frames add is their sha
 class CallTrace:
     """Bytes of one call: the network's weights, and what the call needs beside them at its peak.
 
-    ``largest_convolution`` is the largest input of a convolution with its result, for its kernel's own workspace.
+    ``largest_convolution`` is the largest result of a convolution, for what an accelerator's kernel needs besides; what
+    a CPU's needs is known and part of ``workspace``.
     """
 
     weights: int = 0
@@ -104,15 +107,37 @@ def trace_image(spec: RunSpec) -> CallTrace:
     return _trace(spec, spec.image, call)
 
 
+def convolution_scratch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    transposed: bool, output_padding: list[int], groups: int, *, out: Tensor,
+) -> int:
+    """Bytes that a CPU convolution holds beside its input and its result.
+
+    PyTorch's own kernel unfolds the input into columns; oneDNN copies input and weight into a layout of its own, lets
+    them go, and then holds the result twice. The choice between them is PyTorch's.
+    """
+    backend = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding,
+                                            groups, None if bias is None else list(bias.shape))  # fmt: skip
+    if "Mkldnn" in str(backend):
+        copied = x.nbytes if x.shape[1] >= _ONEDNN_CHANNELS else 0
+        return max(copied + weight.nbytes, out.nbytes)
+    size = weight[0, 0].numel()
+    return 0 if size == 1 else x.shape[1] * size * out[:, 0].numel() * x.element_size()
+
+
 def _trace(
     spec: RunSpec, part: Part, call: Callable[[nn.Module, torch.device], tuple[list[Tensor], Callable[[], object]]]
 ) -> CallTrace:
     ledger = Ledger(granule=1 if spec.device == "cpu" else CUDA_GRANULE)
     largest = 0
 
-    def convolution(func: object, out: object) -> None:
+    def convolution(func: object, args: tuple, out: object) -> None:
         nonlocal largest
-        if "convolution" in str(func) and isinstance(out, Tensor):
+        if func is not torch.ops.aten.convolution.default:
+            return
+        if spec.device == "cpu":
+            ledger.pass_through(convolution_scratch(*args, out=out))
+        else:
             largest = max(largest, out.nbytes)
 
     with empty_tensors(spec.device) as device, torch.no_grad():

@@ -50,7 +50,8 @@ class Ledger(TorchDispatchMode):
         self.parts: Counter[str] = Counter()
         self.total = 0
         self.segments: dict[str, Segment] = {}
-        self.observer: Callable[[Any, Any], None] | None = None  # told of every operation and its result
+        #: Told of every operation, its arguments and its result.
+        self.observer: Callable[[Any, Any, Any], None] | None = None
         self._segment = Segment()
         self._entries: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
 
@@ -62,7 +63,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.add(leaf, RECOMPUTED if again else WORKSPACE)
         if self.observer is not None:
-            self.observer(func, out)
+            self.observer(func, args, out)
         return out
 
     def enter(self, name: str) -> None:
@@ -82,6 +83,14 @@ class Ledger(TorchDispatchMode):
         self.total += size
         self._look()
         weakref.finalize(storage, self._free, entry)
+
+    def pass_through(self, size: int) -> None:
+        """Count bytes that a kernel holds only while it runs."""
+        entry = [size, WORKSPACE]
+        self.parts[WORKSPACE] += size
+        self.total += size
+        self._look()
+        self._free(entry)
 
     def own(self, tensors: Iterable[Tensor], category: str) -> None:
         """Count tensors under a category, also those that are known under another."""

@@ -21,8 +21,6 @@ COMPONENTS = ("process", "weights", "encoders", "optimizer", "averages", "gradie
               "activations", "recomputed", "workspace", "loader", "margin")  # fmt: skip
 #: Space between what is allocated and what the device must have: holes between blocks, and the CUDA context.
 FRAGMENTATION, CONTEXT = 0.05, 600 << 20
-#: A CPU convolution holds its input (with two more frames) and its result once more, in a layout of its own.
-CPU_REORDER = 3
 _PROCESS, _WORKER = 2 << 30, 500 << 20
 _ON_ITS_WAY = 3  # blocks whose inputs are on the device although they are offloaded
 #: How many blocks' activations are alive at the moments of a step: a share of all, and a difference.
@@ -155,7 +153,7 @@ class _Sized:
         if self.spec.low_vram and self.cuda:
             parts["encoders"] = loaded
         parts["inputs"] += max(trace.inputs - self._batch(), 0)
-        parts["workspace"] = trace.workspace + trace.largest_convolution * (1 if self.cuda else CPU_REORDER)
+        parts["workspace"] = trace.workspace + trace.largest_convolution
         return self._peak(phase, parts)
 
     def _vae(self) -> Peak | None:

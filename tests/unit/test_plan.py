@@ -55,11 +55,17 @@ def test_few_blocks_continue_to_any_number_exactly(changes) -> None:
     assert largest == max(segment.total for segment in continued.segments.values())
 
 
-@pytest.mark.parametrize("changes", [{"precision": "no"}, {"adapters": LORA, "precision": "no", "checkpointing": True}])
+@pytest.mark.parametrize("changes", [{"precision": "no"}, {"adapters": LORA, "precision": "no", "checkpointing": True},
+                                     {"adapters": replace(LORA, peft=True)}])
 def test_the_prediction_is_what_the_cpu_allocator_reports(changes) -> None:
     run = tiny(2, device="cpu", **changes)
     predicted, measured = benchmark.predict("step", run), benchmark.measure_step(run)
     assert abs(predicted / measured - 1) < 0.05, (predicted, measured)
+
+
+@pytest.mark.parametrize("name", ["vae encode fp32", "vae encode bf16", "vae decode fp32"])
+def test_kernels_of_convolutions_are_counted_as_they_allocate(name) -> None:
+    assert abs(benchmark.compare(name).error) < 0.02
 
 
 def test_checkpointing_keeps_one_input_per_block() -> None:

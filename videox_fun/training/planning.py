@@ -59,15 +59,25 @@ def adapt(model: nn.Module, run: RunSpec) -> None:
 
 
 def _peft(model: nn.Module, run: RunSpec) -> None:
+    """PEFT's layers. It moves what it makes with ``Module.to``, which a fake mode cannot do: so on the meta device."""
+    import torch
     from peft import LoraConfig, inject_adapter_in_model
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    from optim_patches.plan.denoiser import on_device
     from videox_fun.utils.lora_network import split_names
 
     chosen = run.adapters
     targets = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and any(
         name == target or name.endswith("." + target) for target in split_names(chosen.targets))]
     config = LoraConfig(r=chosen.rank, lora_alpha=chosen.alpha, target_modules=targets, use_dora=chosen.dora)
-    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    with unset_fake_temporarily(), torch.device("meta"):
+        inject_adapter_in_model(config, on_device(model, torch.device("meta")), low_cpu_mem_usage=True)
+    on_device(model, device)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2].startswith("lora_"):
+            on_device(module, device, dtype)  # as the trainer keeps what it trains
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
