@@ -60,7 +60,8 @@ setup(
         # Another detector of cuts for videox-data scenes.
         "prepare": ["scenedetect>=0.6.7"],
         # Liger's kernels are tested on the CPU through Triton's interpreter.
-        "dev": [*GPU, *DEMO, "triton>=3.5; platform_system == 'Linux'", "pytest>=8", "pytest-xdist>=3.6",
-                "hypothesis>=6", "ruff>=0.12"],
+        # DeepSpeed's runs are tested on gloo.
+        "dev": [*GPU, *DEMO, "triton>=3.5; platform_system == 'Linux'", "deepspeed>=0.18; platform_system == 'Linux'",
+                "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff>=0.12"],
     },
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from videox_fun.training import launch
-from videox_fun.training.deepspeed_config import check_deepspeed, check_deepspeed_file
+from videox_fun.training.deepspeed_config import check_deepspeed, check_deepspeed_file, settle
 
 ZERO3 = {"stage": 3, "overlap_comm": True}
 
@@ -82,3 +82,29 @@ def test_a_run_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.
     args = argparse.Namespace(mixed_precision="bf16", output_dir=str(tmp_path))
     with pytest.raises(ValueError, match="did you mean 'reduce_bucket_size'"):
         launch.make_accelerator(args)
+
+
+def script(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 0.05,
+                                 **changes})
+
+
+def test_open_numbers_become_the_scripts(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": "auto"}
+    settle(config, script())
+    assert config == {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.05}
+    assert not caplog.records
+
+
+def test_numbers_that_contradict_the_script_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "gradient_clipping": 1.0}
+    settle(config, script())
+    assert config["gradient_accumulation_steps"] == 4 and config["gradient_clipping"] == 1.0
+    steps, clipping = (record.getMessage() for record in caplog.records)
+    assert steps.endswith("says gradient_accumulation_steps 8, the script 4: the script's is used.")
+    assert clipping.endswith("clips gradients at 1.0, so --max_grad_norm 0.05 does nothing.")
+
+
+def test_a_configuration_without_clipping_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    settle({}, script())
+    assert "--max_grad_norm 0.05 does nothing. Add \"gradient_clipping\": \"auto\"." in caplog.text

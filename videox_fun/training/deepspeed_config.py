@@ -8,6 +8,7 @@ list. Settings that need each other (ZeRO++ and stage 3, NVMe and its path) are 
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -106,6 +107,29 @@ def check_deepspeed(config: Mapping[str, Any], *, name: str) -> None:
     errors += _unmet(config)
     if errors:
         raise ValueError(f"DeepSpeed's configuration {name}: " + " ".join(errors))
+
+
+def settle(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Put the script's own numbers where DeepSpeed's configuration leaves them open.
+
+    DeepSpeed divides each loss by its number of micro-steps, so that number must be the trainer's. 1 is what
+    ``accelerate launch`` passes unless it is told; another number contradicts the script and is named.
+    """
+    if config.get("train_micro_batch_size_per_gpu") in (None, "auto"):
+        config["train_micro_batch_size_per_gpu"] = args.train_batch_size
+    steps = args.gradient_accumulation_steps
+    if config.get("gradient_accumulation_steps") not in (None, "auto", 1, steps):
+        logger.warning("DeepSpeed's configuration says gradient_accumulation_steps %s, the script %d: the script's is "
+                       "used.", config["gradient_accumulation_steps"], steps)
+    config["gradient_accumulation_steps"] = steps
+    if config.get("gradient_clipping") == "auto":
+        config["gradient_clipping"] = float(args.max_grad_norm)
+    elif not config.get("gradient_clipping"):
+        logger.warning("DeepSpeed clips gradients itself, and its configuration has no gradient_clipping: "
+                       "--max_grad_norm %g does nothing. Add \"gradient_clipping\": \"auto\".", args.max_grad_norm)
+    elif float(config["gradient_clipping"]) != float(args.max_grad_norm):
+        logger.warning("DeepSpeed's configuration clips gradients at %s, so --max_grad_norm %g does nothing.",
+                       config["gradient_clipping"], args.max_grad_norm)
 
 
 def _unknown(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ which bring their own: weights are held in the training type, so that no autocas
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import random
@@ -18,13 +19,13 @@ import torch
 
 from videox_fun.training.checkpoint_settings import saved_seed
 from videox_fun.training.context import RunContext
-from videox_fun.training.deepspeed_config import check_deepspeed_file
+from videox_fun.training.deepspeed_config import check_deepspeed_file, settle
 from videox_fun.training.residency import Residency
 from videox_fun.training.state import RngStreams
 from videox_fun.training.tracking import check_report_to
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     from videox_fun.training.specs import ScriptSpec
 
@@ -51,7 +52,7 @@ def load_config(path: str | None) -> Any:
 def make_accelerator(args: argparse.Namespace) -> tuple[Accelerator, str]:
     """The accelerator and the precision in effect (``no``, ``fp16`` or ``bf16``)."""
     from accelerate import Accelerator, InitProcessGroupKwargs
-    from accelerate.utils import ProjectConfiguration
+    from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
     configured = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and configured != "none":
@@ -63,7 +64,8 @@ def make_accelerator(args: argparse.Namespace) -> tuple[Accelerator, str]:
                        args.mixed_precision)
     sharded = any(os.environ.get(name) == "true" for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"))
     accelerator = Accelerator(
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        # As a plugin: a bare number gives way to one in the environment.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps),
         mixed_precision=precision if sharded else "no",
         log_with=None if args.report_to in (None, "none") else args.report_to,
         project_config=ProjectConfiguration(
@@ -73,10 +75,27 @@ def make_accelerator(args: argparse.Namespace) -> tuple[Accelerator, str]:
     )
     if precision == "bf16" and accelerator.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ValueError(f"--mixed_precision bf16: {torch.cuda.get_device_name()} has no bfloat16. Use fp16.")
+    keep_input_types(getattr(accelerator.state, "fsdp_plugin", None))
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    if plugin is not None and plugin.deepspeed_config.get("train_micro_batch_size_per_gpu") in (None, "auto"):
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.train_batch_size
+    if plugin is not None:
+        settle(plugin.deepspeed_config, args)
     return accelerator, precision
+
+
+def keep_input_types(plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Have FSDP cast parameters only.
+
+    By default it also casts what a wrapped module is called with, and so would round timesteps, the modulation derived
+    from them and the rotary table to 16 bits, which the model keeps in float32 on purpose.
+    """
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if policy is None:
+        return
+    wanted = {"cast_forward_inputs": False, "cast_root_forward_inputs": False, "buffer_dtype": None}
+    names = {each.name for each in dataclasses.fields(policy)}
+    plugin.mixed_precision_policy = dataclasses.replace(
+        policy, **{name: value for name, value in wanted.items() if name in names}
+    )
 
 
 def agree_on_seed(args: argparse.Namespace, accelerator: Accelerator) -> int:

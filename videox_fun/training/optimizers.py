@@ -85,6 +85,13 @@ def build_optimizer(
     )
 
 
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """PyTorch's optimizer inside the wrappers of accelerate and DeepSpeed, which share its groups."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def build_lr_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, *, total_steps: int
 ) -> LambdaLR:
@@ -96,7 +103,7 @@ def build_lr_scheduler(
         raise ValueError(f"--lr_scheduler '{args.lr_scheduler}' is not known; choose one of {', '.join(known)}.")
     return get_scheduler(
         args.lr_scheduler,
-        optimizer=getattr(optimizer, "optimizer", optimizer),
+        optimizer=innermost(optimizer),
         num_warmup_steps=args.lr_warmup_steps,
         num_training_steps=total_steps,
     )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from videox_fun.dist.gather import full_copies, whole_state
 from videox_fun.training.context import ParamGroup, Player
 from videox_fun.utils.lora_codec import (
     LoadReport,
@@ -178,8 +179,8 @@ class Named(_Base):
     def export(self, player: Player, *, layout: str, dtype: torch.dtype) -> list[ExportFile]:
         _check_layout(layout)
         model = player.unwrapped()
-        tensors = {strip_infixes(key): _out(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
-                   for key, tensor in model.state_dict().items()}
+        state = {strip_infixes(key): tensor for key, tensor in whole_state(model).items()}
+        tensors = full_copies(state, dtype, everywhere=False)
         config = _model_config(model)
         if layout == "bare":
             return [ExportFile("{stem}.safetensors", tensors, {"format": "pt"}, config)]
@@ -315,7 +316,7 @@ class NativeLora(_Lora):
 
     def export(self, player: Player, *, layout: str, dtype: torch.dtype) -> list[ExportFile]:
         _check_layout(layout)
-        tensors = {key: _out(tensor, dtype) for key, tensor in self._network(player).state_dict().items()}
+        tensors = full_copies(whole_state(self._network(player)), dtype)
         if layout == "bare":
             return [ExportFile("{stem}.safetensors", tensors, hash_metadata(tensors))]
         return [ExportFile(LORA_STATE_NAME, tensors, {"format": "pt"})]
@@ -365,8 +366,8 @@ class PeftLora(_Lora):
         from peft import get_peft_model_state_dict
 
         model = player.unwrapped()
-        tensors = {strip_infixes(key): _out(tensor, dtype)
-                   for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()}
+        own = get_peft_model_state_dict(model, state_dict=whole_state(model), save_embedding_layers=False)
+        tensors = full_copies({strip_infixes(key): tensor for key, tensor in own.items()}, dtype)
         compat = bool(getattr(self.args, "upstream_compat", False))
         strength = {} if compat else {"lora_alpha": f"{self.args.network_alpha}", "rank": f"{self.args.rank}"}
         names = ("{stem}.safetensors", "{stem}-compatible_with_comfyui.safetensors") if layout == "bare" else (
@@ -434,12 +435,6 @@ def _refuse_second(model: nn.Module, name: str) -> None:
 def _check_layout(layout: str) -> None:
     if layout not in _LAYOUTS:
         raise ValueError(f"Unknown checkpoint layout '{layout}'; known are {', '.join(_LAYOUTS)}.")
-
-
-def _out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A full, contiguous CPU copy."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def _model_config(model: nn.Module) -> dict[str, Any] | None:
