@@ -3,7 +3,7 @@
 accelerate turns a sharded launch without an accelerator into plain data parallelism. Its state is therefore made first,
 for gloo, and then told that the processes have devices; from there on everything is accelerate's own way.
 
-The first argument is ``ddp``, ``fsdp`` or a DeepSpeed configuration file, the second the script, the rest its words.
+The first argument is ``ddp``, ``fsdp``, ``fsdp1`` (version 1) or a DeepSpeed configuration file, the second the script, the rest its words.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FSDP = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "ACCELERATE_USE_FSDP": "true", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "WanAttentionBlock", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+VERSIONS = {
+    "fsdp": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+    "fsdp1": {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+              "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_USE_ORIG_PARAMS": "true"},
 }  # fmt: skip
 
 
@@ -32,8 +36,8 @@ def pretend_devices() -> None:
 
 def main() -> None:
     kind, script = sys.argv[1], ROOT / "scripts" / f"{sys.argv[2]}.py"
-    if kind == "fsdp":
-        os.environ |= FSDP
+    if kind in VERSIONS:
+        os.environ |= {**FSDP, **VERSIONS[kind]}
         pretend_devices()
     elif kind != "ddp":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -93,9 +93,10 @@ def test_lora_equals_data_parallel(launcher: Launcher, kind: str, split: int) ->
     assert distance(*(output / "checkpoint-3" / LORA_FILE for output in outputs)) < 0.02
 
 
-@needs_deepspeed
-def test_zero_3_writes_whole_weights(launcher: Launcher) -> None:
-    outputs = [launcher.run(kind, FULL, max_train_steps=1, save_state=None) for kind in ("ddp", "zero3")]
+@pytest.mark.parametrize("kind", ["fsdp1", pytest.param("zero3", marks=needs_deepspeed)])
+def test_full_fine_tuning_writes_whole_weights(launcher: Launcher, kind: str) -> None:
+    """``fsdp1``: a launch that asks for the first version."""
+    outputs = [launcher.run(each, FULL, max_train_steps=1, save_state=None) for each in ("ddp", kind)]
     expected, found = map(steps, outputs)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from videox_fun.training import launch
-from videox_fun.training.deepspeed_config import check_deepspeed, check_deepspeed_file, settle
+from videox_fun.training.deepspeed_config import check_deepspeed, check_deepspeed_file, settle_deepspeed
 
 ZERO3 = {"stage": 3, "overlap_comm": True}
 
@@ -91,14 +91,14 @@ def script(**changes: Any) -> argparse.Namespace:
 
 def test_open_numbers_become_the_scripts(caplog: pytest.LogCaptureFixture) -> None:
     config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": "auto"}
-    settle(config, script())
+    settle_deepspeed(config, script())
     assert config == {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.05}
     assert not caplog.records
 
 
 def test_numbers_that_contradict_the_script_are_named(caplog: pytest.LogCaptureFixture) -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "gradient_clipping": 1.0}
-    settle(config, script())
+    settle_deepspeed(config, script())
     assert config["gradient_accumulation_steps"] == 4 and config["gradient_clipping"] == 1.0
     steps, clipping = (record.getMessage() for record in caplog.records)
     assert steps.endswith("says gradient_accumulation_steps 8, the script 4: the script's is used.")
@@ -106,5 +106,5 @@ def test_numbers_that_contradict_the_script_are_named(caplog: pytest.LogCaptureF
 
 
 def test_a_configuration_without_clipping_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    settle({}, script())
+    settle_deepspeed({}, script())
     assert "--max_grad_norm 0.05 does nothing. Add \"gradient_clipping\": \"auto\"." in caplog.text

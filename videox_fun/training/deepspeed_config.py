@@ -109,7 +109,7 @@ def check_deepspeed(config: Mapping[str, Any], *, name: str) -> None:
         raise ValueError(f"DeepSpeed's configuration {name}: " + " ".join(errors))
 
 
-def settle(config: dict[str, Any], args: argparse.Namespace) -> None:
+def settle_deepspeed(config: dict[str, Any], args: argparse.Namespace) -> None:
     """Put the script's own numbers where DeepSpeed's configuration leaves them open.
 
     DeepSpeed divides each loss by its number of micro-steps, so that number must be the trainer's. 1 is what

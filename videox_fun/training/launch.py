@@ -7,7 +7,6 @@ which bring their own: weights are held in the training type, so that no autocas
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import random
@@ -19,13 +18,14 @@ import torch
 
 from videox_fun.training.checkpoint_settings import saved_seed
 from videox_fun.training.context import RunContext
-from videox_fun.training.deepspeed_config import check_deepspeed_file, settle
+from videox_fun.training.deepspeed_config import check_deepspeed_file, settle_deepspeed
+from videox_fun.training.fsdp_config import keep_input_types, settle_fsdp
 from videox_fun.training.residency import Residency
 from videox_fun.training.state import RngStreams
 from videox_fun.training.tracking import check_report_to
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
 
     from videox_fun.training.specs import ScriptSpec
 
@@ -57,6 +57,7 @@ def make_accelerator(args: argparse.Namespace) -> tuple[Accelerator, str]:
     configured = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and configured != "none":
         check_deepspeed_file(configured)
+    settle_fsdp()
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     precision = args.mixed_precision or (launched if launched in DTYPES else "no")
     if args.mixed_precision and launched in DTYPES and launched not in ("no", args.mixed_precision):
@@ -78,24 +79,8 @@ def make_accelerator(args: argparse.Namespace) -> tuple[Accelerator, str]:
     keep_input_types(getattr(accelerator.state, "fsdp_plugin", None))
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is not None:
-        settle(plugin.deepspeed_config, args)
+        settle_deepspeed(plugin.deepspeed_config, args)
     return accelerator, precision
-
-
-def keep_input_types(plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Have FSDP cast parameters only.
-
-    By default it also casts what a wrapped module is called with, and so would round timesteps, the modulation derived
-    from them and the rotary table to 16 bits, which the model keeps in float32 on purpose.
-    """
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if policy is None:
-        return
-    wanted = {"cast_forward_inputs": False, "cast_root_forward_inputs": False, "buffer_dtype": None}
-    names = {each.name for each in dataclasses.fields(policy)}
-    plugin.mixed_precision_policy = dataclasses.replace(
-        policy, **{name: value for name, value in wanted.items() if name in names}
-    )
 
 
 def agree_on_seed(args: argparse.Namespace, accelerator: Accelerator) -> int:
