@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from videox_fun.training.flags import parse_args
@@ -114,11 +113,9 @@ def _recipe(spec: ScriptSpec):
 
 
 def _configure_logging() -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING, stream=sys.stderr, force=True,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S",
-    )
+    from videox_fun.utils.console import configure_logging
+
+    configure_logging(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
 def _leave_group() -> None:

@@ -161,11 +161,14 @@ class RunLogger:
             self._write("start", self.start_step, facts | ({"command": command} if command else {}))
         from tqdm.auto import tqdm
 
+        from videox_fun.utils.console import bar_interval
+
         remaining = max(self.total_steps - self.start_step, 0)
         self.bar = tqdm(
             total=remaining if self.warm else self.total_steps,
             initial=0 if self.warm else min(self.start_step, self.total_steps),
-            desc="Steps", dynamic_ncols=True, disable=not self.ctx.accelerator.is_local_main_process,
+            desc="Steps", dynamic_ncols=True, mininterval=bar_interval(),
+            disable=not self.ctx.accelerator.is_local_main_process,
         )
         self._last = time.perf_counter()
 
