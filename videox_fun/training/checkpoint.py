@@ -103,6 +103,10 @@ class CheckpointManager:
         """What ``--resume_from_checkpoint`` means here; ``None`` when the run starts from the beginning."""
         return self._resumer.find(resume_from_checkpoint)
 
+    def check(self, resume_from_checkpoint: str) -> None:
+        """Raise what :meth:`resume` would raise of what the files alone can tell; needs no players."""
+        self._resumer.check(resume_from_checkpoint)
+
     def resume(self, resume_from_checkpoint: str) -> ResumePoint | None:
         """Restore the run and say where it goes on; ``None`` when it starts from the beginning."""
         return self._resumer.resume(resume_from_checkpoint)

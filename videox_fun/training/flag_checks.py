@@ -91,6 +91,9 @@ def _check_trainable_modules(args: argparse.Namespace) -> None:
 def _check_lora(args: argparse.Namespace) -> None:
     if args.use_dora and not args.use_peft_lora:
         raise ValueError("--use_dora is PEFT's; add --use_peft_lora.")
+    if getattr(args, "train_text_encoder", False) and not args.upstream_compat:
+        raise ValueError("--train_text_encoder would train nothing: prompts are encoded without gradients. Leave it "
+                         "out. (With --upstream_compat it is accepted and trains nothing, as upstream.)")
     if args.lora_plus_ratio is not None and args.lora_plus_ratio <= 0:
         raise ValueError(f"--lora_plus_ratio {args.lora_plus_ratio}: the value must be above 0; 16 is usual.")
 

@@ -133,7 +133,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--adam_weight_decay", "AdamW: decoupled weight decay.", float, 1e-2),
         _value("--adam_epsilon", "AdamW: term added to the denominator.", float, 1e-8),
         _value("--max_grad_norm", "Gradients are scaled down to at most this norm.", float, 1.0),
-        _switch("--use_ema", "Keep an exponential moving average of the weights."),
+        _switch("--use_ema", "Average the weights over the steps (full fine-tuning; ignored for LoRA)."),
     ),
     "schedule": (
         _value("--seed", "Seed of the run; drawn and logged when it is not given.", int),
@@ -154,7 +154,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--output_dir", "Folder for checkpoints, logs and samples.", default="sd-model-finetuned"),
         _value("--checkpointing_steps", "Save every n optimizer steps.", int, 500),
         _value("--checkpoints_total_limit", "Keep at most this many checkpoints.", int),
-        _value("--resume_from_checkpoint", "Name of a checkpoint under --output_dir, or 'latest'."),
+        _value("--resume_from_checkpoint", "'latest', the name of a checkpoint under --output_dir, or a path."),
     ),
     "validation": (
         _value("--validation_prompts", "Prompts sampled during training.", nargs="+"),
@@ -185,7 +185,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
         _value("--target_name", "Comma list of names; linear layers whose path contains one of them are adapted."),
         _value("--lora_skip_name", "Comma list of names; layers whose path contains one of them are left alone."),
         _switch("--use_peft_lora", "Adapt with the PEFT library; --target_name then means exact layer names."),
-        _switch("--train_text_encoder", "Adapt the text encoder as well."),
+        _switch("--train_text_encoder", "Refused: prompts are encoded without gradients, so it would train nothing."),
         _switch("--save_state", "Save a resumable state folder instead of a bare LoRA file."),
     ),
     "full": (

@@ -180,6 +180,12 @@ class Resumer:
         logger.info("Resumed (%s) from %s at step %d, epoch %d.", point.kind, point.source, point.step, point.epoch)
         return point
 
+    def check(self, asked: str) -> None:
+        """Raise what the files alone can tell, before anything is loaded: nothing there, or other settings."""
+        entry = self.find(asked)
+        if entry is not None and entry.kind is Kind.STATE:
+            self._check_settings(entry, io.read_marker(entry.path) or {})
+
     def restore_rng(self) -> None:
         """Set the random streams to the resumed state, once more."""
         if self._restored.rng is not None:

@@ -302,9 +302,6 @@ class NativeLora(_Lora):
     def _keep_text(self, ctx: RunContext) -> bool:
         if not self.args.train_text_encoder:
             return False
-        if not ctx.compat:
-            raise ValueError("--train_text_encoder would train nothing: prompts are encoded without gradients. Leave "
-                             "it out. (With --upstream_compat it is accepted and trains nothing, as upstream.)")
         logger.warning("--train_text_encoder: text-encoder adapters are created and saved, but get no gradient.")
         return self.text_encoder is not None and not self.args.training_with_video_token_length
 

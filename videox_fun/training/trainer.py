@@ -76,6 +76,8 @@ class Trainer:
         self.target.extras["denoiser_config"] = self.recipe.denoiser_config(ctx)
         ctx.patches.preflight(self.target)
         launch.join_sequence_groups(ctx)
+        if self.args.resume_from_checkpoint:
+            CheckpointManager(ctx, players=()).check(self.args.resume_from_checkpoint)
         self.data = self.recipe.data(ctx)
         if self.data is not None and ctx.is_main:
             summary = self.data.summary()
