@@ -14,7 +14,7 @@ from pathlib import Path
 
 from optim_patches.audit.checks import PRIORITIES
 from optim_patches.audit.facts import GOALS, Surroundings, facts_from_config, facts_from_launch, installed_packages
-from optim_patches.audit.hardware import detect_gpus, parse_gpu
+from optim_patches.audit.hardware import detect_gpus, gpu_argument, parse_gpu
 from optim_patches.audit.project import Project, load_project
 from optim_patches.audit.report import Report, combined_fix, make_report, to_json, to_markdown
 from optim_patches.audit.terminal import to_terminal
@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that describe the training machine; shared with the advisor."""
-    parser.add_argument("--gpu", help='card of the training machine, for example "A100 80GB", or cpu')
+    parser.add_argument("--gpu", type=gpu_argument,
+                        help='card of the training machine, for example "A100 80GB", or cpu')
     parser.add_argument("--gpus", type=int, help="number of cards per node")
     parser.add_argument("--host_ram", type=float, help="host memory in GB")
     parser.add_argument("--packages", help="comma list of optional packages on the training machine, or none")

@@ -6,6 +6,7 @@ that, ``nvidia-smi`` is asked when it exists; nothing depends on it.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -64,6 +65,14 @@ def parse_gpu(text: str) -> Gpu:
         if re.search(pattern, words, re.IGNORECASE):
             return Gpu(words, gigabytes or float(usual), capability)
     return Gpu(words, gigabytes, None)
+
+
+def gpu_argument(text: str) -> str:
+    """``type`` of a ``--gpu`` flag: a card whose memory is known or given."""
+    card = parse_gpu(text)
+    if not card.is_cpu and card.memory is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a known card; give its memory with it: '{text} 24GB'")
+    return text
 
 
 def detect_gpus(*, timeout: float = 5.0) -> list[Gpu]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from optim_patches.audit.cli import audit, main
 from optim_patches.audit.facts import Surroundings, facts_from_namespace
 from optim_patches.audit.families import FAMILIES, block_classes
 from optim_patches.audit.flagtable import script_ids, upstream_flags
-from optim_patches.audit.hardware import parse_gpu, parse_smi
+from optim_patches.audit.hardware import gpu_argument, parse_gpu, parse_smi
 from optim_patches.audit.project import Project, load_project
 from optim_patches.audit.report import make_report, to_json, to_markdown
 from optim_patches.audit.terminal import to_terminal
@@ -455,3 +456,13 @@ def test_edits_that_pull_in_two_directions_end_in_one_precision_and_a_misspelt_f
     (fixed,) = load_project([], commands=[report.fixed]).launches
     assert fixed.options.text("mixed_precision") == fixed.launcher_options.text("mixed_precision") == "bf16"
     assert "bukket" not in report.fixed and report.fixed.count("--enable_bucket") == 1
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "Foo 48GB", "cpu"])
+def test_cards_with_a_memory_are_taken(name: str) -> None:
+    assert gpu_argument(name) == name
+
+
+def test_an_unknown_card_without_memory_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'RTX 9999' is not a known card; .*'RTX 9999 24GB'"):
+        gpu_argument("RTX 9999")

@@ -69,6 +69,12 @@ def test_inspect(lora: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "layers: 20 of 20 matched" in capsys.readouterr().out
 
 
+def test_convert_never_writes_over_what_it_reads(lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = lora.read_bytes()
+    assert main(["convert", str(lora), str(lora), "--to", "peft"]) == 2
+    assert lora.read_bytes() == before and "write to another name" in capsys.readouterr().err
+
+
 def test_convert_there_and_back(lora: Path, tmp_path: Path) -> None:
     source = lora
     for number, format in enumerate((*FORMATS, "kohya")):

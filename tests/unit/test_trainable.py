@@ -405,7 +405,7 @@ class T5SelfAttention(nn.Module):
 
 
 def test_text_encoder_flag() -> None:
-    """Q-25: under compat the adapters are created and saved as upstream does (test_resume_early: refused by default)."""
+    """Q-25: under compat the adapters are created and saved as upstream does. (test_resume_early has the refusal.)"""
     encoder = nn.ModuleDict({"blocks": nn.ModuleList([T5SelfAttention()])})
     for token_length, groups, keys in ((False, [2, 40], 63), (True, [40], 60)):
         args = lora_args(train_text_encoder=True, upstream_compat=True, training_with_video_token_length=token_length)

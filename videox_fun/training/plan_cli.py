@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optim_patches.audit.facts import Facts, Surroundings, facts_from_launch
-from optim_patches.audit.hardware import detect_gpus, parse_gpu
+from optim_patches.audit.hardware import detect_gpus, gpu_argument, parse_gpu
 from optim_patches.audit.project import load_project
 from optim_patches.plan.runs import Machines
 
@@ -29,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("launch", nargs="?", help="launch script")
     parser.add_argument("--command", help="a launch command instead")
-    parser.add_argument("--gpu", help="the card, for example 'A100 80GB' or 'cpu'; this machine's when not given")
+    parser.add_argument("--gpu", type=gpu_argument,
+                        help="the card, for example 'A100 80GB' or 'cpu'; this machine's when not given")
     parser.add_argument("--gpus", type=int, help="number of cards")
     parser.add_argument("--fit", type=float, metavar="GB", help="also find the cheapest changes that fit into this")
     parser.add_argument("--png", help="draw the plan into this file")

@@ -170,6 +170,8 @@ def _convert(args: argparse.Namespace) -> None:
     from videox_fun.utils.lora_codec import encode
     from videox_fun.utils.lora_network import hash_metadata
 
+    if Path(args.output).resolve() == Path(args.lora).resolve():
+        raise ValueError(f"{args.output} is the file that is read; write to another name.")
     weights = _read(args.lora, args.base)
     tensors, metadata = encode(weights, format=args.to, dtype=_torch_dtype(args.dtype))
     if args.to == "kohya":
