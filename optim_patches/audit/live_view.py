@@ -217,8 +217,11 @@ class View:
         return sum(p.numel() for _, p in self.base_parameters())
 
     def optimizers(self) -> list[Any]:
-        """The optimizers without accelerate's wrapper."""
-        return [getattr(o, "optimizer", o) for o in self.target.optimizers]
+        """The optimizers without the wrappers of accelerate and DeepSpeed."""
+        found = list(self.target.optimizers)
+        while any(hasattr(each, "optimizer") for each in found):
+            found = [getattr(each, "optimizer", each) for each in found]
+        return found
 
     def adapters(self) -> dict[str, nn.Module]:
         """Adapted layers by name: native adapters or PEFT's layers."""

@@ -314,3 +314,30 @@ def test_rows_without_readable_size_are_left_out(tmp_path, caplog) -> None:
 def test_module_needs_an_annotation() -> None:
     with pytest.raises(ValueError, match="--train_data_meta is not given"):
         build_data(DataOptions())
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cuda", True), ("cpu", False)])
+def test_batches_for_a_gpu_are_pinned_and_do_not_block(monkeypatch, device: str, pinned: bool) -> None:
+    """``pin_memory`` is asked for in both cases; on a CPU it would only copy once more."""
+    seen: dict[str, Any] = {}
+
+    def remember(*args: Any, **kwargs: Any) -> None:
+        seen.update(kwargs)
+
+    def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        moves.append((args, kwargs))
+        return tensor
+
+    streams, moves = Streams(1), []
+    loader = TrainLoader(
+        build_data(options(dataloader_num_workers=1), rng=streams.numpy), rank=0, world=1, device=device, seed=1,
+        snapshot_rng=streams.snapshot, restore_rng=streams.restore, prefetch_factor=3, pin_memory=True,
+    )  # fmt: skip
+    monkeypatch.setattr("videox_fun.data.loader.DataLoader", remember)
+    loader._make_torch_loader()
+    assert seen["pin_memory"] is pinned and seen["prefetch_factor"] == 3 and seen["num_workers"] == 1
+    batch = {"pixel_values": torch.zeros(1), "mask": torch.zeros(1), "text": ["a dog"], "clips": [torch.zeros(1)]}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", move)
+        assert loader._to_device(batch) == batch
+    assert moves == [((torch.device(device),), {"non_blocking": pinned})] * 2  # masks are worked on where they are
