@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +71,11 @@ def show(report: AuditReport, *, lang: str) -> None:
     rows = [row for row in report.rows if row.state in SHOWN]
     tail = [_ids(report, state, lang=lang) for state in (DISABLED, NOT_APPLICABLE)]
     tail += [f"{DIFFERENCES[lang]}: {text[lang]}" for text in report.differences]
-    if sys.stdout.isatty():
-        _show_rich(title, rows, tail, lang=lang)
-    else:
-        sys.stdout.write("\n".join([title, *_plain(rows, lang=lang), *filter(None, tail)]) + "\n")
-        sys.stdout.flush()
+    with _no_bar():
+        if sys.stdout.isatty():
+            _show_rich(title, rows, tail, lang=lang)
+        else:
+            _write([title, *_plain(rows, lang=lang), *filter(None, tail)])
 
 
 def show_look(report: AuditReport, *, lang: str) -> None:
@@ -83,6 +84,18 @@ def show_look(report: AuditReport, *, lang: str) -> None:
         return
     lines = [LOOK[lang], *(f"  {text[lang]}" for text in report.look.lines())]
     lines += [f"  {DIFFERENCES[lang]}: {text[lang]}" for text in report.differences]
+    with _no_bar():
+        _write(lines)
+
+
+def _no_bar() -> AbstractContextManager[None]:
+    """Takes progress bars away while something else is printed."""
+    from tqdm import tqdm
+
+    return tqdm.external_write_mode(file=sys.stdout)
+
+
+def _write(lines: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
 
